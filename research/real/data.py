@@ -3,12 +3,14 @@
 `python -m research real --out out/real/data` writes `train.jsonl` (conversations of all tasks, shuffled) and a
 file of unseen problems for each task. A hash of a problem's key decides its split (`mbd_core/tasks/split.py`), so no
 test problem is trained. The packages are those of the machine's package lists, the docstrings those of its Python: the
-values are real, and differ a little from machine to machine.
+values are real, and differ a little from machine to machine. Digests order them, so a package that another machine
+lacks moves no other question.
 """
 
 from __future__ import annotations
 
 import ast
+import hashlib
 import itertools
 import json
 import random
@@ -16,7 +18,7 @@ import re
 import shutil
 import subprocess
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -54,10 +56,10 @@ _SHOWN = 0.8
 
 def package_fields(*, split: Split, seed: int) -> Iterator[Row]:
     """Texts about Debian's packages, and their fields as JSON."""
-    rng = random.Random(f"package-fields/{split}/{seed}")
-    packages = [package for package in _packages() if split_of(package["package"]) == split]
-    rng.shuffle(packages)
-    for package in packages:
+    for package in sorted(_packages(), key=lambda package: _digest(seed, package["package"])):
+        if split_of(package["package"]) != split:
+            continue
+        rng = random.Random(f"package-fields/{seed}/{package['package']}")
         said = [name for name in FIELDS[1:] if package[name] is not None and rng.random() < _SHOWN]
         rng.shuffle(said)
         sentences = [rng.choice(_FIRST).format(**package)]
@@ -66,7 +68,11 @@ def package_fields(*, split: Split, seed: int) -> Iterator[Row]:
         yield {"question": EXTRACT + " ".join(sentences), "answer": json.dumps(record, ensure_ascii=False)}
 
 
-def _packages() -> list[dict[str, Any]]:
+def _digest(seed: int, key: str) -> bytes:
+    return hashlib.sha256(f"{seed}/{key}".encode()).digest()
+
+
+def _packages() -> Iterable[dict[str, Any]]:
     text = subprocess.run(["apt-cache", "dumpavail"], capture_output=True, text=True, check=True).stdout
     found = {}
     for paragraph in text.split("\n\n"):
@@ -83,7 +89,7 @@ def _packages() -> list[dict[str, Any]]:
             "size_kb": int(fields["Installed-Size"]),
             "homepage": fields.get("Homepage"),
         }
-    return [found[name] for name in sorted(found)]
+    return found.values()
 
 
 _THIRD_PERSON = {"Do": "Does", "Go": "Goes", "Be": "Is", "Have": "Has", "Pass": "Passes"}
@@ -95,10 +101,9 @@ REWRITE = "Rewrite in the third person, as 'Returns ...' for 'Return ...':\n\n"
 
 def third_person(*, split: Split, seed: int) -> Iterator[Row]:
     """First sentences of Python's docstrings that begin with a verb, and the same in the third person."""
-    rng = random.Random(f"third-person/{split}/{seed}")
-    sentences = [sentence for sentence in _imperatives() if split_of(sentence) == split]
-    rng.shuffle(sentences)
-    for sentence in sentences:
+    for sentence in sorted(_imperatives(), key=lambda sentence: _digest(seed, sentence)):
+        if split_of(sentence) != split:
+            continue
         verb, rest = sentence.split(" ", 1)
         yield {"question": REWRITE + sentence, "answer": f"{_third(verb)} {rest}"}
 
@@ -115,7 +120,7 @@ def _third(verb: str) -> str:
 _IMPERATIVE = r"[A-Z][a-z]+ (a|an|the|all|any|this|each|and|one|whether|if|from) .{12,160}\."
 
 
-def _imperatives() -> list[str]:
+def _imperatives() -> Iterable[str]:
     """Distinct first sentences that begin with a verb: a word that begins at least three of them."""
     found: set[str] = set()
     for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
@@ -132,7 +137,7 @@ def _imperatives() -> list[str]:
                     found.add(first)
     verbs = [sentence.split(" ", 1)[0] for sentence in found]
     known = {verb for verb in verbs if verbs.count(verb) >= 3 and verb not in _NO_VERBS and not verb.endswith("s")}
-    return sorted(sentence for sentence in found if sentence.split(" ", 1)[0] in known)
+    return (sentence for sentence in found if sentence.split(" ", 1)[0] in known)
 
 
 def gsm8k(folder: Path, split: Split) -> Iterator[Row]:

@@ -36,6 +36,15 @@ def test_an_answer_holds_what_the_text_says_and_null_for_the_rest() -> None:
     assert any(None in json.loads(row["answer"]).values() for row in rows)
 
 
+def test_a_package_less_changes_no_other_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = list(data.package_fields(split="train", seed=1))
+    fewer = subprocess.CompletedProcess([], 0, stdout=PARAGRAPHS.split("\n\n", 100)[-1])
+    monkeypatch.setattr(data.subprocess, "run", lambda *_, **__: fewer)
+    after = list(data.package_fields(split="train", seed=1))
+    assert 0 < len(after) < len(before)
+    assert after == [row for row in before if row in after]
+
+
 def test_splits_share_no_problem() -> None:
     for stream in data.streams(None).values():
         train, test = ({row["question"] for row in islice(stream(split), 300)} for split in ("train", "test"))
