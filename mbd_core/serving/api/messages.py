@@ -58,6 +58,10 @@ class MessagesChat(ChatRequest):
     def notes(self) -> list[str]:
         return [*self.left_out, *super().notes]
 
+    @property
+    def thought_budget_field(self) -> str:
+        return "thinking.budget_tokens"
+
     def template_notes(self, unknown: Callable[[Iterable[str]], list[str]]) -> list[str]:
         notes = super().template_notes(unknown)
         if self.sets_thinking:
@@ -130,8 +134,6 @@ class PromptFields(Strict):
         tools = [tool for tool in self.tools or () if isinstance(tool, AnthropicTool)]
         kinds = dict.fromkeys(tool.type for tool in tools)
         notes = [f"tools of type {kind} are left out: functions alone are called here" for kind in kinds]
-        if self.thinking is not None and self.thinking.budget_tokens is not None:
-            notes.append("thinking.budget_tokens has no effect: max_tokens bounds thoughts and text together")
         return [*ignored_notes(self), *notes, *self.history.notes]
 
     def own_error(self, error: ApiError) -> ApiError:
@@ -190,6 +192,7 @@ class MessagesRequest(PromptFields, OtherMessageFields, ChatDialect):
             **self.prompt_fields,
             **{name: getattr(self, name) for name in ("max_tokens", "temperature", "top_p", "top_k")},
             **{name: getattr(self, name) for name in ("seed", "decoding")},
+            "thinking_token_budget": None if self.thinking is None else self.thinking.budget_tokens,
             "left_out": tuple(self.left_out),
             "places": tuple(self.history.places),
             "sets_thinking": THINKING in self._variables and THINKING not in kwargs,

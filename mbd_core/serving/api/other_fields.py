@@ -82,7 +82,6 @@ class OtherGenerationFields(OtherFields):
     return_token_offsets: Annotated[Any, Only(False, instead=TOKENS_ASKED)] = None
     return_mm_kwargs: Annotated[bool | None, Ignored()] = None
     repetition_detection: Annotated[Any, Only(instead="give repetition_penalty, or a stop string")] = None
-    thinking_token_budget: Annotated[Any, Only(-1, instead="max_tokens bounds reasoning and text together")] = None
     stream_interval: Annotated[int | None, Ignored("each token has a chunk of its own", silent=(1,))] = None
     guided_decoding_backend: Annotated[str | None, Ignored("the matcher is llguidance")] = None
     guided_whitespace_pattern: Annotated[Any, Only(instead="JSON comes without white space; leave it out")] = None
@@ -163,6 +162,7 @@ class OtherCompletionFields(Strict):
     add_special_tokens: Annotated[
         Any, Only(True, instead="give prompt as token ids, from POST /tokenize with add_special_tokens false")
     ] = None
+    thinking_token_budget: Annotated[Any, Only(-1, instead="a completion has no thoughts; give max_tokens")] = None
 
 
 class OtherResponseFields(OtherFields):

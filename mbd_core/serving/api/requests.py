@@ -382,10 +382,31 @@ class ChatRequest(GenerationRequest, OtherChatFields, ToolFields, TemplateFields
     """each token's log-probability"""
     top_logprobs: NumTops | None = None
     """number of likeliest tokens beside each token; only with `logprobs`"""
+    thinking_token_budget: Annotated[int, Field(ge=-1)] | None = None
+    """the answer may think for this number of tokens, then the mark that ends thoughts is put in, with
+    log-probability 0; default and -1: `max_tokens` alone bounds thoughts. Not beside `return_step_map`. No effect on a
+    canvas and under a template without thoughts, and `mbd.notes` then says so"""
     verbosity: Annotated[
         Verbosity | None,
         Ignored("ask for the length in a message, or bound it by max_tokens", silent=("medium",)),
     ] = None
+
+    @model_validator(mode="after")
+    def _check_thought_budget(self) -> "ChatRequest":
+        if self.thought_budget is not None and self.return_step_map:
+            why = "puts a token in that no forward decided, which no step map shows"
+            raise FieldError(self.thought_budget_field, why, remedy="leave one of them out")
+        return self
+
+    @property
+    def thought_budget(self) -> int | None:
+        """Most tokens of the answer's thoughts; `None` without such a limit."""
+        return None if self.thinking_token_budget in (None, -1) else self.thinking_token_budget
+
+    @property
+    def thought_budget_field(self) -> str:
+        """The field of `thought_budget`, which a note about it names."""
+        return "thinking_token_budget"
 
     def num_characters(self, body: int) -> int:
         return body  # nearly all of it is messages and tools; serialising the tools to count them takes long

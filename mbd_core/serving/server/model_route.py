@@ -47,6 +47,7 @@ from mbd_core.serving.text.committed import CommittedText, DecodeTokens
 from mbd_core.serving.text.logprobs import ChoiceLogprobs, TokenTexts
 from mbd_core.serving.tokens.served_model import GrammarCompiler, ServedModel
 from mbd_core.serving.tokens.stream import TimeLimit
+from mbd_core.serving.tokens.thought_budget import BudgetedSource, ThoughtBudget, ThoughtWatch
 
 ApiRequest = CompletionRequest | ChatRequest
 
@@ -63,6 +64,7 @@ class TokenizedBody:
     requests     one for each prompt and choice
     template     the tokens of its template, if any
     thoughts     the thoughts that the answers may begin with
+    budget       the budget of these thoughts, if any
     echoes       the text before each choice's own text, if any
     """
 
@@ -71,6 +73,7 @@ class TokenizedBody:
     requests: list[Request]
     template: TemplateTokens | None = None
     thoughts: Thoughts | None = None
+    budget: ThoughtBudget | None = None
     echoes: Sequence[str] = ()
 
     @property
@@ -146,6 +149,7 @@ class ModelRoute:
             requests=requests,
             template=template,
             thoughts=thoughts,
+            budget=self._budget(api_request, thoughts, requests[0].decoding),
             echoes=echoes,
         )
 
@@ -184,6 +188,30 @@ class ModelRoute:
         end = self.decode_all(list(prompts[0][-PROMPT_END:]))
         return thoughts_behind(end, self._thought_form)
 
+    def _budget(
+        self, api_request: ApiRequest, thoughts: Thoughts | None, decoding: DecodingConfig
+    ) -> ThoughtBudget | None:
+        """The budget of an answer's thoughts; `None` if it has none, or if they are not bounded."""
+        number = api_request.thought_budget if isinstance(api_request, ChatRequest) else None
+        if number is None or thoughts is None or decoding.canvas is not None:
+            return None
+        decode = self._decode_with_marks if self._hidden else self.decode
+        return ThoughtBudget(
+            num_tokens=number,
+            end=tuple(self.model.tokenizer.encode(thoughts.form.end, add_special_tokens=False)),
+            watch=lambda: ThoughtWatch(CommittedText(decode), thoughts.reader()),
+        )
+
+    def _budget_notes(self, api_request: ChatRequest) -> list[str]:
+        """Why a budget of thoughts has no effect, if so."""
+        if api_request.thought_budget is None:
+            return []
+        if self._thought_form is None:
+            return [f"{api_request.thought_budget_field} has no effect: the chat template knows no thoughts"]
+        if self._decoding(api_request).canvas is not None:
+            return [f"{api_request.thought_budget_field} has no effect: a canvas is not filled from left to right"]
+        return []
+
     async def open(
         self, body: "TokenizedBody", texts: Sequence[CommittedText], *, client: str, limit: TimeLimit
     ) -> TextStream:
@@ -191,9 +219,10 @@ class ModelRoute:
 
         Raises the errors of `TextStream.open`.
         """
+        source = self.model.source if body.budget is None else BudgetedSource(self.model.source, body.budget)
         with self.choices.opening(client, len(body.requests)):
             stream = await TextStream.open(
-                self.model.source,
+                source,
                 body.requests,
                 texts=texts,
                 key=client,
@@ -334,7 +363,7 @@ class ModelRoute:
         if not isinstance(api_request, ChatRequest):
             return api_request.notes
         unknown = partial(unknown_variables, self.model.tokenizer)
-        return [*api_request.notes, *api_request.template_notes(unknown)]
+        return [*api_request.notes, *api_request.template_notes(unknown), *self._budget_notes(api_request)]
 
     def point(self, speed: float) -> tuple[float, SpeedPoint]:
         """The own speed of the front's point at `speed`, and the point.

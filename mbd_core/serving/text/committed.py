@@ -101,6 +101,7 @@ class CommittedText:
         self._context = ""  # their text
         self._ending = ""  # characters that may begin a stop string
         self.num_tokens = 0
+        self.in_character = False  # whether the text ends within a character
         self.stop: str | None = None  # the stop string at which the text has ended
 
     @property
@@ -113,7 +114,8 @@ class CommittedText:
         self.num_tokens += 1
         self._window.append(token)
         text = self._decode(self._window)
-        if len(text) <= len(self._context) or text.endswith(BROKEN):
+        self.in_character = text.endswith(BROKEN)
+        if len(text) <= len(self._context) or self.in_character:
             return ""
         delta = text[len(self._context) :]
         self._window = self._window[self._num_context :]

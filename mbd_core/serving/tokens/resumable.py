@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
-from mbd_core.decoding.answers.counts import Counts
 from mbd_core.decoding.blocks.request import Request, StepOutput
+from mbd_core.serving.tokens.joined import JoinedAnswer
 from mbd_core.serving.tokens.stream import EngineFailed, ReplicaLost, TokenSource, TokenStream, TooManyRequests
 
 MAX_LOSSES = 3  # of one request, because a request that breaks every engine must end
@@ -49,13 +49,9 @@ class _Resumption:
         self._request, self._replicas, self._key = request, replicas, key
         self._retry_seconds, self._on_loss = retry_seconds, on_loss
         self._stream: TokenStream | None = None
-        self._answer = request.nothing  # what the reader has
-        self._closing: tuple[int, ...] = request.closing
+        self._answer = JoinedAnswer(request)  # what the reader has
         self._repeats: tuple[int, ...] = ()  # tokens that the reader has and a restarted request will repeat
-        self._earlier: Counts | None = None  # of the lost replicas
-        self._last: Counts | None = None
         self._num_losses = 0
-        self._weights: tuple[int, int] | None = None
 
     async def begin(self) -> None:
         """Submit the request; if its first replica is lost meanwhile, another is tried."""
@@ -69,7 +65,7 @@ class _Resumption:
             assert self._stream is not None, "begin() comes first"
             try:
                 async for step in self._stream:
-                    joined = self._join(step)
+                    joined = self._answer.add(self._without_repeats(step))
                     if joined.commits or joined.frame is not None:
                         yield joined
                 return
@@ -93,8 +89,6 @@ class _Resumption:
     async def _elsewhere(self, loss: ReplicaLost) -> TokenStream:
         if self._num_losses > MAX_LOSSES:
             raise EngineFailed(f"{self._num_losses} replicas were lost under this request") from loss
-        if self._last is not None:
-            self._earlier, self._last = _sum(self._earlier, self._last), None
         continuation, pause = self._continuation(), FIRST_PAUSE
         try:
             async with asyncio.timeout(self._retry_seconds):
@@ -109,29 +103,10 @@ class _Resumption:
 
     def _continuation(self) -> Request:
         request = self._request
-        if request.decoding.canvas is not None or request.scored or request.experts:  # these begin anew
-            self._repeats = self._answer.tokens
-            return request
-        num_forwards = request.first_forward + (self._earlier.num_forwards if self._earlier else 0)
-        return replace(
-            request,
-            committed=request.committed + self._answer.tokens,
-            first_forward=num_forwards,
-            closing=self._closing,
-        )
-
-    def _join(self, step: StepOutput) -> StepOutput:
-        """The step as a part of the whole answer."""
-        step = self._without_repeats(step)
-        self._answer += step.piece
-        if step.commits:  # uncommitted tokens of a frame are decoded again elsewhere
-            self._last, self._closing = step.counts, step.closing
-        counts = _sum(self._earlier, step.counts)
-        output = step.output
-        if output is not None:
-            output = replace(output, piece=self._answer, committed=self._request.committed, counts=counts)
-        self._weights = (self._weights[0] if self._weights else step.weights[0], step.weights[1])
-        return replace(step, counts=counts, output=output, weights=self._weights)
+        begins_anew = request.decoding.canvas is not None or request.scored or request.experts
+        if begins_anew:
+            self._repeats = self._answer.piece.tokens
+        return self._answer.next_request(from_the_start=begins_anew)
 
     def _without_repeats(self, step: StepOutput) -> StepOutput:
         number = min(len(self._repeats), len(step.piece))
@@ -139,15 +114,3 @@ class _Resumption:
             raise EngineFailed("the answer began anew on another replica and came out otherwise; ask again")
         self._repeats = self._repeats[number:]
         return replace(step, piece=step.piece[number:])
-
-
-def _sum(earlier: Counts | None, last: Counts) -> Counts:
-    """Counts over all replicas: forwards and seconds add up; the prompt and the tokens count once."""
-    if earlier is None:
-        return last
-    return replace(
-        earlier + last,
-        num_prompt_tokens=last.num_prompt_tokens,
-        num_tokens=last.num_tokens,
-        num_cached_tokens=earlier.num_cached_tokens,
-    )

@@ -146,10 +146,8 @@ def test_thinking_sets_the_template_s_variable_unless_the_client_does() -> None:
     own = {"enable_thinking": True}
     assert variables(thinking={"type": "disabled"}, chat_template_kwargs=own) == own
     assert variables(output_config={"effort": "high"}) == {"enable_thinking": True, "reasoning_effort": "high"}
-    budget = {"thinking": {"type": "enabled", "budget_tokens": 1024}}
-    assert read(**budget).notes == [
-        "thinking.budget_tokens has no effect: max_tokens bounds thoughts and text together"
-    ]
+    budgeted = read(thinking={"type": "enabled", "budget_tokens": 1024})
+    assert (budgeted.thought_budget, budgeted.thought_budget_field) == (1024, "thinking.budget_tokens")
     chat = read(thinking={"type": "disabled"})
     assert chat.template_notes(list) == ["thinking has no effect: the chat template has no variable enable_thinking"]
 
