@@ -187,6 +187,10 @@ def test_thoughts_are_blocks_before_the_answer_and_are_taken_back(url: str) -> N
         *("content_block_start", "text_delta", "content_block_stop"),
     ]
     assert joined(stream, "thinking") == thinking["thinking"] and joined(stream, "text") == text["text"]
+    brief = ask(url, **fields | {"thinking": {"type": "enabled", "budget_tokens": 7}})
+    assert json.loads(brief["content"][1]["text"]) in (True, False)
+    num_end = brief["usage"]["output_tokens_details"]["thinking_tokens"] - 7
+    assert 1 <= num_end <= len("</think>") and not any("budget" in note for note in brief["mbd"]["notes"])
     hidden = ask(url, **fields | {"thinking": {"type": "adaptive", "display": "omitted"}})
     assert hidden["content"] == [{**thinking, "thinking": ""}, text]
     history = [USER, {"role": "assistant", "content": message["content"]}, USER]
