@@ -5,6 +5,7 @@ A single command is in `mbd_core/command_line.py`.
 
 import importlib
 import importlib.metadata
+import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -57,9 +58,8 @@ def sub_command(module: str, entry: str = "main") -> TyperCommand | TyperGroup:
         raise ValueError(
             f"{error.name} is not in the installed package: run the command in the repository's folder"
         ) from None
-    derived = getattr(job, entry).command
-    assert isinstance(derived, TyperCommand | TyperGroup)
-    return derived
+    main: Main = getattr(job, entry)
+    return main.command
 
 
 def sub_commands(
@@ -74,9 +74,6 @@ def sub_commands(
     `modules` maps each name to MODULE or MODULE:ENTRY (without ENTRY it is `main`) and to one line of help. `about`
     stands above the list of names. With a `distribution` the command has --version and completion in shells.
     """
-
-    class Named(CommandGroup):
-        pass
 
     def print_version(version: bool) -> None:
         if version:
@@ -93,13 +90,11 @@ def sub_commands(
     ) -> None:
         """`print_version` handles --version."""
 
-    Named.modules = modules
-    app = typer.Typer(
-        cls=Named, add_completion=bool(distribution), pretty_exceptions_enable=False, rich_markup_mode="rich"
-    )
+    group = type("Named", (CommandGroup,), {"modules": modules})
+    app = typer.Typer(add_completion=bool(distribution), pretty_exceptions_enable=False, rich_markup_mode="rich")
     callback = options_of_distribution if distribution else options
-    app.callback(help=about, subcommand_metavar="NAME ...")(callback)
-    return Main(lambda: get_command(app), called)
+    app.callback(cls=group, help=about, subcommand_metavar="NAME ...")(callback)
+    return Main(lambda: typing.cast(CommandGroup, get_command(app)), called)
 
 
 class _GroupWithDefault(TyperGroup):

@@ -26,7 +26,7 @@ import sys
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import MISSING, is_dataclass, replace
+from dataclasses import MISSING, dataclass, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -76,7 +76,7 @@ class Command(TyperCommand):
     """A command whose help has one column of names: a switch's second name stands behind its text."""
 
     unshown: Mapping[str, str]
-    """The fields that have no option, by the name that it would have."""
+    """The paths of the fields that have no option, by the name that it would have."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         for option in self.params:
@@ -86,27 +86,24 @@ class Command(TyperCommand):
         super().format_help(ctx, formatter)
 
 
+@dataclass(frozen=True)
 class Main:
     """A command's entry: the command line, by default the process's own, to the exit code.
 
     A `ValueError` is bad input (2), an error of `failures` a failure (1); each is one sentence, which of torchrun's
     processes the first prints. Other errors are defects of ours and keep their traceback.
 
-    `shown` are the paths of the fields that are options, or `None` for all.
+    derive    makes Typer's command
+    called    how a user calls it
+    run       the command's function; `None` of a group of commands
+    shown     the paths of the fields that are options; `None`: all
     """
 
-    def __init__(
-        self,
-        derive: Callable[[], Any],
-        called: str,
-        *,
-        options: Callable[[], list[Field]] = list,
-        shown: Collection[str] | None = None,
-        failures: tuple[type[Exception], ...] = (RuntimeError, OSError),
-    ) -> None:
-        """`derive` makes Typer's command of the options; `called` is how a user calls it."""
-        self._derive, self._called, self._failures = derive, called, failures
-        self._options, self.shown = options, shown
+    derive: Callable[[], TyperCommand | TyperGroup]
+    called: str
+    run: Callable[..., Any] | None = None
+    shown: Collection[str] | None = None
+    failures: tuple[type[Exception], ...] = (RuntimeError, OSError)
 
     def shows(self, item: Field) -> bool:
         """Whether a field is an option, or `--set` alone changes it."""
@@ -114,25 +111,23 @@ class Main:
 
     @cached_property
     def options(self) -> list[Field]:
-        """What the command takes, if it is one function's."""
-        return self._options()
+        """The fields that the command takes."""
+        return [] if self.run is None else command_options(self.run)
 
     @cached_property
     def command(self) -> TyperCommand | TyperGroup:
         """Typer's command."""
-        derived = self._derive()
-        assert isinstance(derived, TyperCommand | TyperGroup)
-        return derived
+        return self.derive()
 
     def __call__(self, argv: Sequence[str] | None = None) -> int:
         arguments = sys.argv[1:] if argv is None else list(argv)
-        line = f"{self._called} {shlex.join(arguments)}".strip()
+        line = f"{self.called} {shlex.join(arguments)}".strip()
         keep_direct()
         print_every_character()
         logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns of a home that it cannot write
         try:
             with any_stop_as_interrupt():
-                code = self.command.main(arguments, prog_name=self._called, standalone_mode=False, obj=line)
+                code = self.command.main(arguments, prog_name=self.called, standalone_mode=False, obj=line)
         except TyperException as error:
             unshown = getattr(getattr(getattr(error, "ctx", None), "command", None), "unshown", {})
             path = unshown.get(getattr(error, "option_name", None))
@@ -146,13 +141,13 @@ class Main:
                 raise
             sentence = f"this needs {error.name}, which is not installed: pip install 'mbd-cluster[{extra}]'"
             return self._failed(arguments, sentence, 2)
-        except self._failures as error:
+        except self.failures as error:
             return self._failed(arguments, error, 1)
         return int(code or 0)
 
     def _failed(self, arguments: Sequence[str], sentence: object, code: int) -> int:
         """Print the sentence behind the command's name, or the sub-command's; the exit code."""
-        name = Path(self._called.rpartition(" ")[2]).name.removesuffix(".py")
+        name = Path(self.called.rpartition(" ")[2]).name.removesuffix(".py")
         if arguments and isinstance(self.command, TyperGroup) and arguments[0] in self.command.commands:
             name = arguments[0]
         if int(os.environ.get("RANK", 0)) == 0:
@@ -192,25 +187,18 @@ def command(
     options (default: all). `epilog` stands below the options.
     """
 
-    def derive() -> Any:
+    def derive() -> TyperCommand:
         app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
         app.command(cls=Command, help=_help(run), epilog=epilog)(_typer_function(run, main))
-        derived: Any = get_command(app)
-        assert {*(shown or ())} <= {item.path for item in main.options}, shown
-        derived.unshown = {
-            name: item.path for item in main.options if not main.shows(item) for name in flag(item).split("/")
-        }
+        derived = get_command(app)
+        assert isinstance(derived, Command) and {*(shown or ())} <= {item.path for item in main.options}, shown
+        unshown = (item for item in main.options if not main.shows(item))
+        derived.unshown = {name: item.path for item in unshown for name in flag(item).split("/")}
         return derived
 
     name = run.__module__.rpartition(".")[2]
     name = Path(sys.argv[0]).stem if name == "__main__" else name
-    main = Main(
-        derive,
-        called or f"python jobs/{name}.py",
-        options=lambda: command_options(run),
-        shown=shown,
-        failures=failures,
-    )
+    main = Main(derive, called or f"python jobs/{name}.py", run, shown, failures)
     return main
 
 
@@ -316,13 +304,6 @@ def _form(item: Field) -> Mapping[str, Any]:
     return next(form for form in forms if form.get("type") != "null" and "$ref" not in form)
 
 
-def _is_json(form: Mapping[str, Any]) -> bool:
-    """Whether the value is JSON on a command line: an object, or a list of lists."""
-    return form.get("type") == "object" or (
-        form.get("type") == "array" and form.get("items", {}).get("type") == "array"
-    )
-
-
 def _setting(text: str, items: Mapping[str, Field]) -> tuple[str, Any]:
     """The path and the value of `PATH=VALUE`; `ValueError` for a path that is unknown, and for a refused value."""
     path, equals, given = text.partition("=")
@@ -345,16 +326,14 @@ def field_at(path: str, items: Mapping[str, Field], name: str) -> Field:
 def value_of(item: Field, given: Any, name: str, joint: str = " ") -> Any:
     """A field's value from a text, or from texts. A refusal (`ValueError`) begins with name, joint and text."""
     form, value = _form(item), given
-    kind = form.get("type")
-    if isinstance(given, str):
-        if _is_json(form) or (kind == "array" and given.startswith("[")):
-            value = parse_json(given, f"{name}{joint}{given!r}")
-        elif kind == "array":
-            value = _listed(given, form, name)
-        elif kind in NUMBERS or kind == "boolean":
-            value = _scalar(given)
-    elif kind == "array" and form.get("items", {}).get("type") in NUMBERS:
-        value = [*map(_scalar, given)]
+    is_list = form.get("type") == "array"
+    if isinstance(given, str) and (form.get("type") == "object" or (is_list and given.startswith("["))):
+        value = parse_json(given, f"{name}{joint}{given!r}")
+    elif is_list and given is not None:
+        texts = _listed(given, name, once="prefixItems" not in form) if isinstance(given, str) else given
+        value = [_scalar(text, _item_form(form)) for text in texts]
+    elif isinstance(given, str):
+        value = _scalar(given, form)
     try:
         return load(item.hint, value)
     except ValueError as error:
@@ -362,18 +341,23 @@ def value_of(item: Field, given: Any, name: str, joint: str = " ") -> Any:
         raise ValueError(f"{name}{joint}{said} must be {values}") from None
 
 
-def _listed(text: str, form: Mapping[str, Any], name: str) -> list[Any]:
-    """The items of a text with commas, each once unless their number is fixed; `ValueError` if there is none."""
+def _item_form(form: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema of a list's items."""
+    return typing.cast(Mapping[str, Any], form.get("items") or form["prefixItems"][0])
+
+
+def _listed(text: str, name: str, *, once: bool) -> list[str]:
+    """The items of a text with commas, each `once` if so; `ValueError` if there is none."""
     items = [item.strip() for item in text.split(",") if item.strip()]
     if not items:
         raise ValueError(f"{name} names nothing; give at least one, separated by commas")
-    kind = (form.get("items") or form["prefixItems"][0]).get("type")
-    items = items if "prefixItems" in form else list(dict.fromkeys(items))
-    return items if kind == "string" else [*map(_scalar, items)]
+    return list(dict.fromkeys(items)) if once else items
 
 
-def _scalar(text: str) -> Any:
-    """The number, switch or null that a text is, or the text, which its field refuses."""
+def _scalar(text: str, form: Mapping[str, Any]) -> Any:
+    """The number, switch or null that a text is, or the text, which its field takes or refuses."""
+    if form.get("type") == "string":
+        return text
     try:
         return json.loads(text)
     except ValueError:
@@ -390,20 +374,22 @@ def _parameter_name(item: Field) -> str:
 def metavar(item: Field) -> str | None:
     """What --help shows for the value; `None`: its type."""
     form = _form(item)
-    if item.flag.metavar is None and item.flag.commas:
-        return f"{NUMBERS.get((form.get('items') or form['prefixItems'][0])['type'], 'NAME')},..."
-    if item.flag.metavar is None and not item.flag.positional:
-        return NUMBERS.get(form.get("type", ""))
-    return item.flag.metavar
+    if item.flag.metavar is not None or item.flag.positional:
+        return item.flag.metavar
+    return (
+        f"{NUMBERS.get(_item_form(form)['type'], 'NAME')},..."
+        if item.flag.commas
+        else NUMBERS.get(form.get("type", ""))
+    )
 
 
 def _typer_parameter(item: Field) -> inspect.Parameter:
     form, default = _form(item), item.default
     kind = _python_type(form)
-    if _is_json(form):
-        kind, default = str, None
+    if form.get("type") == "object":
+        default = None
     elif form.get("type") == "array":
-        kind = str if item.flag.commas else list[_python_type(form["items"])]  # type: ignore[misc]
+        kind = str if item.flag.commas else list[_python_type(_item_form(form))]  # type: ignore[misc]
         if default is not MISSING:
             default = (",".join(map(str, default or ())) if item.flag.commas else default) or None
     bounded = bounds(form).removeprefix("of ") if form.get("type") in NUMBERS else ""
@@ -414,11 +400,9 @@ def _typer_parameter(item: Field) -> inspect.Parameter:
         "rich_help_panel": item.flag.panel,
     }
     info = typer.Argument(**settings) if item.flag.positional else typer.Option(flag(item), **settings)
+    hint: Any = Annotated[kind | None if default is None else kind, info]
     default = inspect.Parameter.empty if default is MISSING else default
-    annotation: Any = Annotated[kind | None if default is None else kind, info]
-    return inspect.Parameter(
-        _parameter_name(item), inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
-    )
+    return inspect.Parameter(_parameter_name(item), inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
 
 def _python_type(form: Mapping[str, Any]) -> Any:

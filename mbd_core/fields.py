@@ -223,8 +223,9 @@ def _plain(value: Any) -> Any:
 def _adapter(kind: Any) -> "TypeAdapter[Any]":
     if not CHECKED:
         raise ModuleNotFoundError("reading a configuration needs pydantic: pip install pydantic", name="pydantic")
-    has_config = hasattr(kind, "__pydantic_config__")
-    return TypeAdapter(kind, config=None if has_config or is_dataclass(kind) else CONFIG)
+    if is_dataclass(kind) and not hasattr(kind, "__pydantic_config__"):
+        kind.__pydantic_config__ = CONFIG  # of a plain dataclass: inside a configuration it is read as strictly
+    return TypeAdapter(kind, config=None if hasattr(kind, "__pydantic_config__") else CONFIG)
 
 
 @functools.cache
@@ -241,65 +242,39 @@ def refusal(error: "ValidationError", kind: Any, values: Any, *, noun: str = "op
 
     What a `__post_init__` raised is returned as it is.
     """
-    problems = [_Problem(kind, values, found) for found in error.errors(include_url=False)]
-    problem = min((each for each in problems if each.counts), key=lambda each: ORDER.get(each.type, len(ORDER)))
-    name = f"{path}{'.'.join(map(str, problem.path))}".removesuffix(".")
-    if problem.type == UNKNOWN:
-        known = [item.name for item in fields(problem.holder)]
-        near = difflib.get_close_matches(str(problem.path[-1]), known, n=1)
-        hint = f"; is '{near[0]}' meant?" if near else ""
-        return ValueError(f"unknown {noun} '{name}'; known: {', '.join(known)}{hint}")
-    if problem.type == LACKING:
-        return ValueError(f"{noun} '{name}' is missing")
-    if isinstance(problem.context.get("error"), ValueError):
-        return typing.cast(ValueError, problem.context["error"])
-    remedy = f"at most {MOST}" if problem.context.get("le") == MOST else words(schema_of(problem.hint))
-    if problem.type == "finite_number":
+    problem: Any = min(error.errors(include_url=False), key=lambda each: ORDER.get(each["type"], len(ORDER)))
+    hint, value, place = kind, values, problem["loc"]
+    context = problem.get("ctx", {})
+    if isinstance(context.get("error"), ValueError):
+        return typing.cast(ValueError, context["error"])
+    if is_dataclass(kind) and place:
+        name, *place = place
+        if problem["type"] == UNKNOWN and not place:
+            known = [item.name for item in fields(kind)]
+            near = difflib.get_close_matches(str(name), known, n=1)
+            meant = f"; is '{near[0]}' meant?" if near else ""
+            return ValueError(f"unknown {noun} '{path}{name}'; known: {', '.join(known)}{meant}")
+        if problem["type"] == LACKING and not place:
+            return ValueError(f"{noun} '{path}{name}' is missing")
+        hint, value, path = _hints(typing.cast(type, kind))[name], values.get(name), f"{path}{name}."
+    for step in place if _kinds(hint) else ():
+        if isinstance(value, list | tuple) and isinstance(step, int):  # other steps name a form of the value
+            value, hint, path = value[step], _kinds(hint)[0], f"{path}{step}."
+    if isinstance(value, Mapping) and value is not values and (forms := _kinds(hint)):
+        form = next((each for each in forms if value.keys() <= _hints(each).keys()), forms[0])
+        try:  # the form's own refusal; the others' errors say nothing
+            load(form, value, noun=noun, path=path)
+        except ValueError as inner:
+            return inner
+    remedy = f"at most {MOST}" if context.get("le") == MOST else words(schema_of(hint))
+    if problem["type"] == "finite_number":
         remedy = remedy.replace("a number", "a finite number")
-    return ValueError(f"{name}{'=' if name else ''}{value_text(problem.value)} must be {remedy}")
+    given = json.dumps(value, default=repr)
+    return ValueError(f"{path.removesuffix('.')}{'=' if path else ''}{given} must be {remedy}")
 
 
 UNKNOWN, LACKING = "unexpected_keyword_argument", "missing"  # pydantic's names
 ORDER = {UNKNOWN: 0, LACKING: 1}
-
-
-class _Problem:
-    """One of pydantic's errors, and the field that it is about: the innermost one, though its list's item be wrong.
-
-    counts   whether the value has the form that the error is about, if the field is a union of configurations
-    holder   the configuration that lacks the field or does not know it
-    """
-
-    def __init__(self, kind: Any, values: Any, found: Mapping[str, Any]) -> None:
-        self.hint, self.value, self.holder = kind, values, kind
-        self.path: list[Any] = []
-        self.counts, self.context = True, found.get("ctx", {})
-        hint, value = kind, values
-        steps: list[Any] = []
-        for step in found["loc"]:
-            kinds = _kinds(hint)
-            if step in (each.__name__ for each in kinds):  # the name of a form
-                fitting = [
-                    each for each in kinds if isinstance(value, Mapping) and value.keys() <= _hints(each).keys()
-                ]
-                hint = (fitting or kinds)[0]
-                self.counts &= not isinstance(value, Mapping) or hint.__name__ == step
-            elif holder := next((each for each in kinds if step in _hints(each)), None):
-                hint = _hints(holder)[step]
-                value = value.get(step) if isinstance(value, Mapping) else getattr(value, step, None)
-                self.path, steps = [*self.path, *steps, step], []
-                self.hint, self.value, self.holder = hint, value, holder
-            elif isinstance(value, Mapping) and kinds and step == found["loc"][-1] and found["type"] == UNKNOWN:
-                self.path, self.holder = [*self.path, *steps, step], kinds[0]
-            elif (isinstance(value, Mapping) and step in value) or (
-                isinstance(value, list | tuple) and isinstance(step, int) and step < len(value)
-            ):
-                value, steps = value[step], [*steps, step]
-            else:  # the name of another form than an object
-                self.counts &= not (isinstance(value, Mapping) and kinds)
-        self.type = "value" if found["type"] == LACKING and isinstance(found["loc"][-1], int) else found["type"]
-        if steps and _kinds(hint) and self.type.startswith("dataclass"):
-            self.path, self.value, self.hint = [*self.path, *steps], value, _kinds(hint)[0]
 
 
 @functools.cache
@@ -320,11 +295,6 @@ def members(hint: Any) -> tuple[Any, ...]:
         hint = hint.__origin__
     is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
     return tuple(each for member in typing.get_args(hint) for each in members(member)) if is_union else (hint,)
-
-
-def value_text(value: Any) -> str:
-    """A value in a sentence: as JSON where it is that, else as Python writes it."""
-    return json.dumps(value, default=repr)
 
 
 SINGULAR = {"integer": "a whole number", "number": "a number", "string": "a text", "boolean": "one of true, false"}
