@@ -224,7 +224,9 @@ def _adapter(kind: Any) -> "TypeAdapter[Any]":
     if not CHECKED:
         raise ModuleNotFoundError("reading a configuration needs pydantic: pip install pydantic", name="pydantic")
     if is_dataclass(kind) and not hasattr(kind, "__pydantic_config__"):
-        kind.__pydantic_config__ = CONFIG  # of a plain dataclass: inside a configuration it is read as strictly
+        typing.cast(
+            Any, kind
+        ).__pydantic_config__ = CONFIG  # of a plain dataclass: inside a configuration it is read as strictly
     return TypeAdapter(kind, config=None if hasattr(kind, "__pydantic_config__") else CONFIG)
 
 

@@ -114,7 +114,10 @@ def plan_variants(
     for name in names:
         if name not in methods:
             raise ValueError(f"unknown method '{name}'; known: {', '.join(methods)}")
-        base = _with_revision(methods[name], defaults)
+        base = dict(methods[name])
+        if base.get("canvas") is None and base.get("causal") is None:
+            # the revision of the model's defaults is the method's, so that a grid can vary it
+            base = {part: defaults[part] for part in ("t2t", "soft") if defaults.get(part) is not None} | base
         if name == MULTI and defaults.get("buffer_size", 1) == 1:
             base["buffer_size"] = DEFAULT_SLOTS
         axes = {path: values for path, values in grid.items() if _concerns(path, base)}
@@ -134,13 +137,6 @@ def plan_variants(
         hint = "; it takes one with several slots, as multi" if path in MULTI_ONLY else hint
         raise ValueError(f"grid field '{path}' concerns none of the methods {', '.join(names)}{hint}")
     return list(variants)
-
-
-def _with_revision(fields: MethodFields, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """A method's fields, with the revision (`t2t` or `soft`) of the model's defaults, so that a grid can vary it."""
-    if fields.get("canvas") is not None or fields.get("causal") is not None:
-        return dict(fields)
-    return {name: defaults[name] for name in ("t2t", "soft") if defaults.get(name) is not None} | dict(fields)
 
 
 def _concerns(path: str, base: MethodFields) -> bool:

@@ -55,7 +55,18 @@ def load_inputs(options: SweepOptions) -> SweepInputs:
         grid=parse_grid(options.grid),
         methods=parse_methods(options.definitions),
         recipe=recipe,
-        tasks=[*_own_tasks(options, recipe), *_harness_tasks(options)],
+        tasks=[
+            *_own_tasks(options, recipe),
+            *load_harness_problems(
+                [name for name in options.tasks if name.startswith(HARNESS_PREFIX)],
+                form=options.form,
+                include=options.include_path and str(Path(options.include_path).resolve()),
+                limit=options.limit,
+                max_tokens=options.max_tokens,
+                mc_num=options.mc_num,
+                seed=options.seed,
+            ),
+        ],
         models=[_read_model(name, options) for name in options.models],
     )
 
@@ -78,18 +89,6 @@ def _own_tasks(options: SweepOptions, recipe: Recipe) -> list[AskedTask]:
         )
         for problems in problem_sets
     ]
-
-
-def _harness_tasks(options: SweepOptions) -> list[AskedTask]:
-    return load_harness_problems(
-        [name for name in options.tasks if name.startswith(HARNESS_PREFIX)],
-        form=options.form,
-        include=options.include_path and str(Path(options.include_path).resolve()),
-        limit=options.limit,
-        max_tokens=options.max_tokens,
-        mc_num=options.mc_num,
-        seed=options.seed,
-    )
 
 
 def _read_model(model: str, options: SweepOptions) -> SweptModel:
