@@ -11,7 +11,7 @@ from jobs.__main__ import COMMANDS
 from mbd_core.command_line import Main, by_panel, flag, metavar
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.engine.config import EngineConfig
-from mbd_core.fields import Field, OpenedBy, fields_of, members
+from mbd_core.fields import Field, OpenedBy, fields_of, members, words
 from mbd_core.tables import Table, markdown
 
 FILE_OBJECTS = {
@@ -138,12 +138,12 @@ def _values(item: Field) -> str:
     """The values a field takes, without article and `null`."""
     if item.flag.panel and not item.flag.positional and metavar(item) not in (None, "N", "X"):
         return f"`{metavar(item)}`"
-    if item.flag.panel and item.values.endswith("true, false"):
+    values = words(item.schema)
+    if item.flag.panel and values.endswith("true, false"):
         return "switch"
-    for article in ("a ", "an ", "one of null, ", "one of "):
-        if item.values.startswith(article):
-            return item.values.removeprefix(article).replace('"', "`")
-    return item.values
+    articles = ("a ", "an ", "one of null, ", "one of ")
+    article = next((each for each in articles if values.startswith(each)), None)
+    return values if article is None else values.removeprefix(article).replace('"', "`")
 
 
 def _default(item: Field) -> str:

@@ -123,15 +123,6 @@ class Field:
         """The JSON Schema of its values."""
         return schema_of(self.hint)
 
-    @property
-    def values(self) -> str:
-        """What its values are, in words."""
-        return words(self.schema)
-
-    def load(self, value: Any) -> Any:
-        """Its value of a JSON value; `ValueError` names the field."""
-        return load(self.hint, value, path=f"{self.name}.")
-
 
 @functools.cache
 def fields_of(kind: type) -> tuple[Field, ...]:
@@ -223,10 +214,8 @@ def _plain(value: Any) -> Any:
 def _adapter(kind: Any) -> "TypeAdapter[Any]":
     if not CHECKED:
         raise ModuleNotFoundError("reading a configuration needs pydantic: pip install pydantic", name="pydantic")
-    if is_dataclass(kind) and not hasattr(kind, "__pydantic_config__"):
-        typing.cast(
-            Any, kind
-        ).__pydantic_config__ = CONFIG  # of a plain dataclass: inside a configuration it is read as strictly
+    if is_dataclass(kind) and not hasattr(kind, "__pydantic_config__"):  # read as strictly as inside a configuration
+        typing.cast(Any, kind).__pydantic_config__ = CONFIG
     return TypeAdapter(kind, config=None if hasattr(kind, "__pydantic_config__") else CONFIG)
 
 
@@ -316,26 +305,21 @@ def words(schema: Mapping[str, Any]) -> str:
 
 
 def _form_words(schema: Mapping[str, Any]) -> str:
-    if "$ref" in schema:
-        return f"an object with the fields of {schema['$ref'].rpartition('/')[2]}"
     kind = schema.get("type")
-    if kind == "object" and "title" in schema:
-        return f"an object with the fields of {schema['title']}"
+    if "$ref" in schema or (kind == "object" and "title" in schema):
+        return f"an object with the fields of {(schema.get('$ref') or schema['title']).rpartition('/')[2]}"
     if kind == "object":
-        inner = PLURAL.get(_type_of(schema.get("additionalProperties")))
+        values = schema.get("additionalProperties")
+        inner = PLURAL.get(values.get("type", "")) if isinstance(values, Mapping) else None
         return f"an object whose values are {inner}" if inner else "an object"
     if kind == "array":
         items = schema.get("items") or (schema.get("prefixItems") or [{}])[0]
         number = f"{schema['minItems']} " if schema.get("minItems") and "prefixItems" in schema else ""
-        inner = PLURAL.get(_type_of(items))
+        inner = PLURAL.get(items.get("type", ""))
         return f"a list of {number}{inner} {bounds(items)}".strip() if inner else "a list"
     if schema.get("format") == "path":
         return "a path"
     return f"{SINGULAR.get(str(kind), 'any value')} {bounds(schema)}".strip()
-
-
-def _type_of(schema: Any) -> str:
-    return str(schema.get("type")) if isinstance(schema, Mapping) else ""
 
 
 def bounds(schema: Mapping[str, Any]) -> str:
@@ -343,10 +327,6 @@ def bounds(schema: Mapping[str, Any]) -> str:
     least, most = schema.get("minimum"), schema.get("maximum")
     most = None if most == MOST else most
     if least is not None and most is not None:
-        return f"from {_number(least)} to {_number(most)}"
+        return f"from {least:.15g} to {most:.15g}"
     named = {"of at least": least, "above": schema.get("exclusiveMinimum"), "at most": most}
-    return " and ".join(f"{text} {_number(value)}" for text, value in named.items() if value is not None)
-
-
-def _number(value: float) -> str:
-    return str(value) if isinstance(value, int) else f"{value:.15g}"
+    return " and ".join(f"{text} {value:.15g}" for text, value in named.items() if value is not None)

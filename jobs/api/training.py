@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cluster.topology import Device
 from jobs.api.call_options import OF_VARIABLE, Say, options_from, ray_address, silent, unknown
 from jobs.api.rows import table_of
-from mbd_core.fields import CLUSTER, OUTPUT, Field, Flag, Ge, changed, configuration, leaves_of
+from mbd_core.fields import CLUSTER, OUTPUT, Field, Flag, Ge, changed, configuration, leaves_of, load
 from mbd_core.json_text import merge_fields, merge_paths
 from mbd_core.multitf.recipes.choice import ChosenRecipe, RecipeChoice, choose_recipe
 from mbd_core.multitf.recipes.recipe import TrainingRecipe
@@ -125,7 +125,11 @@ def train(
         names.check(name)
     choice_values = {n: v for n, v in (given | values).items() if n in RecipeChoice.__dataclass_fields__}
     choice = options_from(RecipeChoice, {name: value for name, value in choice_values.items() if value is not None})
-    stated = {item.path: item.load(values[item.name]) for item in leaves_of(RunOptions) if item.name in values}
+    stated = {
+        item.path: load(item.hint, values[item.name], path=f"{item.name}.")
+        for item in leaves_of(RunOptions)
+        if item.name in values
+    }
     options = changed(RunOptions(), merge_paths({}, stated))
     changed_fields = merge_fields(
         {name: value for name, value in values.items() if name in names.parts},

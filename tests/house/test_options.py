@@ -23,6 +23,7 @@ from mbd_core.fields import (
     configuration,
     fields_of,
     load,
+    words,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -241,7 +242,7 @@ def test_a_list_of_a_fixed_length_may_repeat_a_number() -> None:
 def test_the_fields_of_a_configuration_are_listed() -> None:
     rows, share, caching, *_ = fields_of(Sizes)
     assert (rows.name, rows.hint, rows.default) == ("rows", Annotated[int, Ge(1)], 4)
-    assert rows.values == "a whole number of at least 1"
+    assert words(rows.schema) == "a whole number of at least 1"
     assert (share.help, share.flag.panel, caching.help) == ("Of the memory.", ENGINE, "Keep blocks.")
 
 
@@ -286,7 +287,7 @@ def test_an_option_that_is_a_path_says_who_opens_it(command: str) -> None:
     """On a cluster its machines may share no disk."""
     (main,) = (main for name, _, main in described_commands() if name == command)
     of_cluster = [item for item in main.options if main.shows(item)]
-    paths = [item for item in of_cluster if PATHS.search(item.flag.metavar or "") or "path" in item.values]
+    paths = [item for item in of_cluster if PATHS.search(item.flag.metavar or "") or "path" in words(item.schema)]
     paths += [item for item in of_cluster if item.name in ("model", "models")]
     assert paths
     not_files = {"endpoint"}  # a URL of HTTP
