@@ -327,6 +327,10 @@ def bounds(schema: Mapping[str, Any]) -> str:
     least, most = schema.get("minimum"), schema.get("maximum")
     most = None if most == MOST else most
     if least is not None and most is not None:
-        return f"from {least:.15g} to {most:.15g}"
+        return f"from {_number(least)} to {_number(most)}"
     named = {"of at least": least, "above": schema.get("exclusiveMinimum"), "at most": most}
-    return " and ".join(f"{text} {value:.15g}" for text, value in named.items() if value is not None)
+    return " and ".join(f"{text} {_number(value)}" for text, value in named.items() if value is not None)
+
+
+def _number(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:.15g}"

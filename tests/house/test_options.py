@@ -44,6 +44,8 @@ class Sizes:
     """Pages."""
     lengths: Annotated[tuple[Annotated[int, Ge(1)], ...], Flag(panel=DATA, commas=True)] = (4, 8)
     """Lengths."""
+    seed: Annotated[int, Ge(-(2**63)), Le(2**63 - 1)] = 0
+    """Of 64 bits."""
 
 
 @configuration()
@@ -90,6 +92,7 @@ def run_line(line: list[str], calls: list[Any]) -> int:
         ({"caching": 1}, "caching=1 must be one of true, false"),
         ({"lengths": [4, 0]}, r"lengths=\[4, 0\] must be a list of whole numbers of at least 1"),
         ({"lengths": 4}, "lengths=4 must be a list"),
+        ({"seed": 0.5}, "seed=0.5 must be a whole number from -9223372036854775808 to 9223372036854775807"),
     ],
 )
 def test_a_value_outside_its_bounds_is_named(values: dict[str, Any], sentence: str) -> None:
