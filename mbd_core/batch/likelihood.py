@@ -133,8 +133,8 @@ def _full_logits(model: Decoder, tokens_L: Tensor, masked_DL: Tensor, _first: in
 
 
 def _block_logits(model: Decoder, tokens_L: Tensor, masked_DL: Tensor, first: int, block_size: int) -> Tensor:
-    """Logits (D, N, V) of the positions from `first` on, a block's beginning; each block sees its clean
-    predecessors and itself."""
+    """Logits (D, N, V) of the positions from `first` on; `first` begins a block. Each block sees its
+    clean predecessors and itself."""
     if model.config.shift_logits:
         raise ValueError("log-likelihoods of a model that attends in blocks and shifts its logits are not offered")
     count, device = len(masked_DL), tokens_L.device

@@ -143,7 +143,7 @@ class ModelAnswers:
         if fields := differing_fields(parse_json(file.read_bytes(), str(file)), settings):
             raise ValueError(
                 f"{self.folder} holds answers that were decoded with other settings ({SETTINGS}): {fields}; give "
-                "those, another --answers, or remove it"
+                "the earlier settings or another --answers, or remove the folder"
             )
 
     def _file(self, number: int) -> Path:

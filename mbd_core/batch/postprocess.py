@@ -1,4 +1,4 @@
-"""What follows the decoding of a batch, in processes without an engine."""
+"""The processing of decoded tables, in processes without an engine."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -7,7 +7,7 @@ import pyarrow as pa
 
 
 class Postprocess(Protocol):
-    """What is done with a decoded table: a sweep grades it."""
+    """Processes a decoded table. A sweep grades its rows."""
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """A decoded table (`DECODED_COLUMNS`), processed."""

@@ -1,4 +1,4 @@
-"""The rows of a batch, planned and decoded: what a type checker sees, and Arrow's columns of it.
+"""The rows of a batch, planned and decoded: types for a checker, and their Arrow columns.
 
 Every stage keeps the columns of its input and adds its own. A row has further columns where the batch draws tokens.
 """
@@ -19,7 +19,7 @@ LIKELIHOOD = "log-likelihood"
 
 
 class SubjectColumns(TypedDict):
-    """Which sample it is."""
+    """The sample's identity."""
 
     sample: int
     model: str
@@ -28,7 +28,7 @@ class SubjectColumns(TypedDict):
 
 
 class ProblemColumns(TypedDict):
-    """What a grader needs of a problem."""
+    """The columns of a problem that its grader reads."""
 
     problem_id: str
     prompt: str
@@ -43,9 +43,9 @@ class ConfigColumns(TypedDict):
 
 
 class InputColumns(TypedDict):
-    """What the model is given (`batch/inputs.py`), and the strings that end an answer, both as JSON.
+    """The model's input (`batch/inputs.py`), and the strings that end an answer, both as JSON.
 
-    Decoding lowers `max_tokens` to what a model holds where `may_shorten` says so.
+    If `may_shorten` is set, decoding lowers `max_tokens` to the room that the model has.
     """
 
     input: str
@@ -55,7 +55,7 @@ class InputColumns(TypedDict):
 
 
 class PlannedColumns(SubjectColumns, ProblemColumns, ConfigColumns, InputColumns):
-    """What is decoded, and the seed of the sample."""
+    """The columns that decoding reads, and the seed of the sample."""
 
     seed: int
 
@@ -73,7 +73,7 @@ class PlannedRow(PlannedColumns, DrawnColumns):
 
 
 class AnswerColumns(TypedDict, total=False):
-    """The answer; nothing where a sample cannot be decoded."""
+    """The answer; null where a sample cannot be decoded."""
 
     text: str | None
     finish_reason: str | None
@@ -120,7 +120,7 @@ class ReplayColumns(TypedDict, total=False):
 
     pieces  each token's text, special ones included
     steps   the forward that accepted the token, or was the last to overwrite it, from 1
-    edits   what was overwritten
+    edits   overwritten tokens
     """
 
     pieces: list[str] | None

@@ -19,7 +19,7 @@ class Timing:
     """How a configuration is timed on a task.
 
     problems     requests that are sent one at a time; 0: nothing is timed
-    concurrency  requests that are always under way in the second run, which has twice as many and at least `problems`
+    concurrency  requests under way at once in the second run; the run has twice as many requests, at least `problems`
     """
 
     problems: Annotated[int, Ge(0)] = 10
@@ -37,7 +37,7 @@ class Timing:
 @dataclass(frozen=True)
 class TimedCase:
     """One configuration of a model on one task, by rows of the plan. Their requests are sent `concurrency` at a time;
-    those of the first `num_alone` rows are also sent one at a time."""
+    the requests of the first `num_alone` rows are also sent one at a time."""
 
     number: int
     rows: Sequence[PlannedRow]

@@ -24,7 +24,7 @@ ALONE, TOGETHER = "alone", "together"
 
 @dataclass(frozen=True)
 class TimedOutput:
-    """An output, and when the engine was given its request and gave it back."""
+    """An output, with the times at which the engine got the request and gave the answer."""
 
     output: Output
     begun: float

@@ -29,8 +29,9 @@ NEVER_IN_TEXT = {chr(byte) for byte in (0xC0, 0xC1, *range(0xF5, 0x100))}
 class ChatTokens:
     """A family's special tokens and chat template.
 
-    These are its mask, if it has one; its ends of text and turn, the release's own EOS first; other special tokens by
-    their released ids; and its padding.
+    mask  its mask, if it has one
+    ends  its ends of text and turn, the release's own EOS first
+    ids   its special tokens' ids in the release
     """
 
     mask: str | None

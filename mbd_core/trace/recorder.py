@@ -40,7 +40,7 @@ SCHEMA = pa.schema(
     ]
 )
 SINCE_ADDED = ("judged", "confirmed", "draft")
-"""Columns that traces of earlier versions lack, which verified no draft."""
+"""Columns that traces of earlier versions lack. Those versions verified no drafts."""
 PART = re.compile(r"part-(\d{8})\.parquet")
 BLOCK_SIZE_KEY = b"block_size"
 log = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ class ReplaySlot:
     """A slot in one forward: `state` and `mask_ratio` before it, tokens and confidences after it (-1 = masked).
 
     `block` counts from 1, the request's first block. `new` and `edited` are offsets into the block. A server's frames
-    have no confidences (`None`). `verdict` is of a decoding that verifies its drafts.
+    have no confidences (`None`). Only a decoding that verifies its drafts has a `verdict`.
     """
 
     block: int
@@ -77,7 +77,7 @@ def write_replay(
 def replay_page(
     sides: Sequence[ReplaySide], *, title: str, note: str = "", texts: Mapping[int, str] | None = None
 ) -> str:
-    """The page as a text; as `write_replay`."""
+    """The page as a text, from the arguments of `write_replay`."""
     data = {
         "title": title,
         "note": note,
@@ -195,7 +195,7 @@ def _slot(request: RequestTrace, t: int, n: int, previous_tokens: np.ndarray, fi
 
 
 def _verdict(request: RequestTrace, t: int, n: int, new: Sequence[int]) -> DraftVerdict:
-    """What a forward made of a slot's draft: of the tokens that it filled, the first are those that it confirmed."""
+    """The forward's verdict on a slot's draft. The first of the tokens that it filled are the confirmed tokens."""
     assert request.draft_TNB is not None
     judged, confirmed = int(request.judged_TN[t, n]), int(request.confirmed_TN[t, n])
     return DraftVerdict(

@@ -19,7 +19,7 @@ class RequestTrace:
     """One request's forwards. `state` and `mask_ratio` are the values before a forward; the other fields are its
     results.
 
-    judged_TN, confirmed_TN      drafted tokens that the forward judged, and those of them that it accepted
+    judged_TN, confirmed_TN      numbers of drafted tokens that the forward judged, and that it accepted
     tokens_TNB, confidences_TNB  `None` unless the trace was recorded in detail; -1 and 0 where masked
     draft_TNB                    drafted tokens that wait for their judgement, -1 elsewhere; `None` if no draft is
                                  verified, or without detail
@@ -98,7 +98,7 @@ class BlockLife:
 
 
 def read_run(path: Path, *, name: str, block_size: int | None = None) -> TracedRun:
-    """A trace file or folder, split into requests; give `block_size` for traces that do not record it.
+    """A trace file or folder, split into requests; `block_size` is for traces that do not record the size.
 
     Raises `ValueError`, one sentence that names the file, if it is missing, empty, damaged or no trace.
     """

@@ -1,6 +1,6 @@
 """The rules of verified decoding: which run of a draft is judged, whether to judge it, and what the judgement decides.
 
-A draft x has the probabilities p of the forward that drafted it, q are those of the same weights at block size 1:
+The forward that drafted x gives it the probabilities p; the same weights at block size 1 give the probabilities q:
 
     block        a  M  M  b  M
     span            ^  ^           the first run of masks
@@ -8,7 +8,7 @@ A draft x has the probabilities p of the forward that drafted it, q are those of
     judgement    a  x1 x2          q: each position sees what stands before it, and itself as a mask
 
 Position i is accepted with probability min(1, (q(x_i) / p(x_i))^temper), from left to right. At the first refusal a
-token is drawn from what q has more than p, which is (q - p)+ over the whole vocabulary. If x is drawn from p, and
+token is drawn from the surplus of q over p, (q - p)+ over the whole vocabulary. If x is drawn from p, and
 `temper` is 1, each decided token has the distribution q (Leviathan et al., arXiv 2211.17192).
 
 Shape legend: P positions of the span, V vocabulary.
@@ -60,8 +60,11 @@ class Draft:
 
 
 def judge(logits_PV: Tensor, draft: Draft, draw: Draw, vocab: Vocab, *, greedy: bool) -> Tensor:
-    """What a verification's logits say of a draft, (3, 2 P) in float64: for each position its token, that token's
-    probability under the model, and whether it is accepted; then for each position the token that a refusal gives."""
+    """The judgement of a draft by a verification's logits: (3, 2 P) in float64.
+
+    The rows are tokens, their probabilities under the model, and acceptance. The first P columns hold the draft's
+    tokens, the last P the tokens that replace them at a refusal.
+    """
     if not greedy:
         q_PV, p_PV = (distribution(of, vocab, draw) for of in (logits_PV, draft.logits_PV))
     elif draft.rule.exact:
@@ -104,8 +107,8 @@ class VerifyRouter:
         self._is_on = False
 
     def verifies(self, score_P: np.ndarray, num_confident: int) -> bool:
-        """Of a draft whose first run has these negative entropies, or leads (`Verify.estimate`), and in which
-        `num_confident` masks exceed the threshold."""
+        """Whether a draft is verified. `score_P` are the negative entropies, or leads (`Verify.estimate`), of its
+        first run; `num_confident` is its number of masks above the threshold."""
         rule = self._rule
         if rule.route == "span":
             return len(score_P) >= rule.min_span

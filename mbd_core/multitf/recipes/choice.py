@@ -4,7 +4,8 @@ recipe: tiny-mbd            # a name, or FILE.py:NAME; without one the file is a
     train: {lr: 1e-3, batch_size: 48}
     states: {max_group: 2, bounds: {t_high: 0.9}}
 
-The fields are `TrainingRecipe`'s and its parts'. A command line has flags for the same fields, and wins.
+The file's fields are the fields of `TrainingRecipe` and of its parts. A command line may give the same fields, and
+wins.
 """
 
 import re

@@ -59,7 +59,7 @@ class Standing:
 
 
 class ModelOrder(Strict, ABC):
-    # lasts  whether it also holds for replicas that start later
+    # lasts  whether the order also holds for replicas that start later
     # query  the allowed query parameters, each with its only value
     path: ClassVar[str]
     lasts: ClassVar[bool] = True
@@ -70,11 +70,11 @@ class ModelOrder(Strict, ABC):
 
     @abstractmethod
     async def apply(self, engine: ChangingEngine) -> Any:
-        """Carry it out at one replica. Raises `ValueError` if nothing has changed."""
+        """Carry the order out at one replica. Raises `ValueError` if nothing has changed."""
 
     @abstractmethod
     async def give(self, replicas: Replicas, standing: Standing) -> Order:
-        """Have all replicas carry it out, and return the reply.
+        """Have all replicas carry the order out, and return the reply.
 
         Orders that last run one at a time. Raises `ApiError`.
         """

@@ -11,7 +11,7 @@ from mbd_core.serving.api.messages import MessagesRequest
 from mbd_core.serving.server.answer import ServedAnswer
 from mbd_core.serving.server.call_input import call_input
 
-SIGNATURE = "unsigned"  # of thoughts: some clients send no thoughts back that have none
+SIGNATURE = "unsigned"  # of thoughts: some clients drop thoughts without a signature
 REASONS: dict[str, StopReason] = {
     "stop": "end_turn",
     "length": "max_tokens",
@@ -24,7 +24,7 @@ DELTAS = {
     "thinking": ("thinking_delta", "thinking"),
     "tool_use": ("input_json_delta", "partial_json"),
 }
-"""Of each kind of block the type of its deltas, and the member with a piece of its text."""
+"""For each kind of block: the type of its deltas, and their member that holds the text."""
 
 
 class MessageAnswer:
@@ -64,7 +64,7 @@ def _event(value: Mapping[str, Any]) -> str:
 
 
 class MessageBuilder:
-    """From a chat's chunks to events, and to the message whose beginning and whose blocks they are.
+    """Turns a chat's chunks into events, and builds the message that the events describe.
 
     A block is open until another begins or the answer ends. The tokens of one step that belong to one block are one
     event.
@@ -139,7 +139,7 @@ class MessageBuilder:
             yield from self._grow("text", delta["content"], {"type": "text", "text": ""})
 
     def _grow(self, kind: BlockKind, text: str, new: AnswerBlock) -> Iterator[dict[str, Any]]:
-        """Add text to the open block; `new` begins where the open block is of another kind."""
+        """Add text to the open block; a block of another kind is closed first, and `new` begins."""
         if not self._is_open or self.message["content"][-1]["type"] != kind:
             yield from self._begin(new)
         self._text += text

@@ -103,7 +103,7 @@ class ModelRoute:
     """Turns parsed requests into the requests of one model's engines, and tokens into answers."""
 
     def __init__(self, model: ServedModel, log: logging.Logger) -> None:
-        """Call it in the tokenizer's thread."""
+        """Call the constructor in the tokenizer's thread."""
         self.model, self._log = model, log
         self.choices = OpenChoices(model.capacity)
         self.places = ClientPlaces(PLACES * model.num_engines * model.limits.rows)
@@ -160,7 +160,7 @@ class ModelRoute:
         )
 
     def _decode_of(self, body: "TokenizedBody") -> DecodeTokens:
-        """From tokens to text, in which the marks of calls and thoughts stand even if they are control tokens."""
+        """The decoder that keeps the marks of calls and thoughts, even where the marks are control tokens."""
         if body.call_rule is not None:
             return self.decode_all
         return self._decode_with_marks if body.thoughts is not None and self._hidden else self.decode
@@ -339,7 +339,7 @@ class ModelRoute:
             raise FieldError("tools", str(error)) from None
 
     def _reader_of(self, body: "TokenizedBody") -> Callable[[Request], AnswerReader] | None:
-        """Makes the reader of an answer, which may have read a resumed answer's first tokens."""
+        """Makes an answer's reader. The reader of a resumed answer has already read its first tokens."""
         rule, form, thoughts = body.call_rule, self._call_form(body.api_request), body.thoughts
         if form is None and thoughts is None:
             return None
@@ -349,7 +349,7 @@ class ModelRoute:
             if rule is not None and form is not None:
                 calls = CallReader(form, dict(rule.functions), text_has_form=rule.text_schema is not None)
             reader = AnswerReader(None if thoughts is None else thoughts.reader(), calls)
-            # As the stream releases text: what it still holds back comes with a later token.
+            # As the stream releases text: text that it still holds back comes with a later token.
             stops, begun = body.api_request.stop_strings, replace(request, committed=())
             [text] = committed_texts([begun], self._decode_of(body), stops, thoughts=thoughts)
             for token in request.committed:

@@ -14,7 +14,8 @@ RowKey = tuple[str, str, str, str]
 
 
 def seed_table(folders: Sequence[Path]) -> Table:
-    """Each configuration over the sweeps. `ValueError` for fewer than two sweeps, or a row that is not in all."""
+    """Each configuration over the sweeps. Raises `ValueError` for fewer than two sweeps, and for a
+    configuration that a sweep lacks."""
     if len(folders) < 2:
         raise ValueError("a standard error over seeds needs at least two sweeps")
     by_key: dict[RowKey, list[dict[str, Any]]] = defaultdict(list)
@@ -51,7 +52,7 @@ def settings_text(config: Mapping[str, Any], names: Iterable[str]) -> str:
 
 
 def _mean_text(values: Sequence[float | None]) -> str | None:
-    """`None` for what an endpoint does not say."""
+    """Mean and standard error; `None` if an endpoint does not report the number."""
     numbers = [value for value in values if value is not None]
     if len(numbers) < len(values):
         return None

@@ -1,6 +1,6 @@
 """EvalPlus's rules for HumanEval+ and MBPP+: its inputs, when two results are the same, and its time limits.
 
-They are those of EvalPlus 0.3.1, which this file states anew, because EvalPlus runs a program, its inputs and the
+The rules are EvalPlus 0.3.1's. They are stated anew here, because EvalPlus runs a program, its inputs and the
 comparison in one process, where a program can decide the comparison. Here the program's process gets the inputs only.
 """
 
@@ -75,7 +75,7 @@ _RULES: tuple[tuple[set[int], Callable[[Any], Sequence[Any]]], ...] = (
 
 @dataclass
 class Comparison:
-    """Whether results are right, input by input in their order: a tolerance that one input brings stays for the next.
+    """Judges results input by input, in their order: a tolerance that one input sets also holds for the next.
 
     expected     what the canonical solution returned, and its type
     """
@@ -139,7 +139,7 @@ def call_seconds(canonical_seconds: float) -> float:
 
 
 def all_seconds(limits: Sequence[float]) -> float:
-    """The time limit of all inputs together, with what EvalPlus leaves for the start and the end."""
+    """The time limit of all inputs together, with EvalPlus's two seconds for the start and the end."""
     return min(LONGEST_SECONDS, sum(limits)) + 2
 
 
@@ -150,9 +150,9 @@ def _is_floats(value: Any) -> bool:
 
 
 def _same_shape(out: Any, expected: Any, *, outermost: bool = False) -> bool:
-    """Whether two results are numbers nested alike: `allclose` broadcasts, so that nothing is close to everything.
+    """Whether two results are numbers nested alike; `allclose` broadcasts, so that an empty list is close to any.
 
-    The outermost decoded types are the same; the name that comes with a result is the program's own word.
+    The outermost decoded types must be the same; the type's name beside a result is only the program's claim.
     """
     if outermost and type(out) is not type(expected):
         return False
