@@ -1,6 +1,6 @@
 """The recipe that a command trains: by its name or from a file, changed by a file and the command line.
 
-recipe: tiny-mbd            # a name, or FILE.py:NAME; without one the file is a whole recipe, as recipe.json is
+    recipe: tiny-mbd        # a name, or FILE.py:NAME; without one the file is a whole recipe, as recipe.json is
     train: {lr: 1e-3, batch_size: 48}
     states: {max_group: 2, bounds: {t_high: 0.9}}
 
