@@ -8,7 +8,7 @@ import hashlib
 import json
 import random
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -40,11 +40,10 @@ from mbd_core.multitf.run.teachers import find_teacher
 from mbd_core.multitf.states.answer import ReplayedAnswer, replay_refused
 from mbd_core.rl.config import RLRecipe
 from mbd_core.rl.rewards import check_judges
-from mbd_core.rl.rows import ASKED_COLUMNS, ROLLOUT_COLUMNS, AskedRow, RolloutRow
+from mbd_core.rl.rows import ASKED_COLUMNS, ROLLOUT_COLUMNS, AskedRow, OutputColumns, RolloutRow
 from mbd_core.serving.tokens.load import default_device, load_engine
 from mbd_core.storage.models import fetch_model
 
-PIECE_COLUMNS = ("tokens", "steps", "logprobs")  # of `Piece`, which a replay reads
 METHOD = "rollout"
 HELD_OUT = "held-out"
 FRESH_STREAMS = 1_000_000
@@ -237,25 +236,21 @@ class RolloutEngine:
         rows, engine = in_turns(asked), self._model.engine
         engine.forget_prefixes()
         admitted: list[Request] = []
-        decoded_rows: list[dict[str, Any]] = []
+        decoded_rows: list[RolloutRow] = []
         for row, plain_request in zip(rows, sample_requests(self._model, rows), strict=True):
             request = replace(plain_request, rollout=True, experts=row["record_experts"])
-            columns: dict[str, Any] = {
-                "version": self.version,
-                "prompt_tokens": request.prompt,
-                "max_tokens": request.max_tokens,
-            }
+            decoded_row: RolloutRow = {**row, "version": self.version, "prompt_tokens": list(request.prompt)}
+            decoded_row["max_tokens"] = request.max_tokens
             try:
                 engine.admission.check(request)
                 admitted.append(request)
             except RequestRefused as error:
-                columns["error"] = str(error)
-            decoded_rows.append({**row, **columns})
+                decoded_row["error"] = str(error)
+            decoded_rows.append(decoded_row)
         outputs = {output.request_id: output for output in engine.generate(admitted)}
         for decoded_row in decoded_rows:
             if (output := outputs.get(str(decoded_row["sample"]))) is not None:
-                text = decode_text(self._model.tokenizer, output.tokens)
-                decoded_row.update(rollout_columns(output), text=text, finish_reason=output.finish_reason)
+                decoded_row.update(output_columns(output, decode_text(self._model.tokenizer, output.tokens)))
         decoded_rows.sort(key=lambda row: row["sample"])
         return pa.Table.from_pylist(decoded_rows, schema=ROLLOUT_COLUMNS)
 
@@ -289,14 +284,26 @@ def _next(models: Any) -> DecodingModel:
     raise ModelRefused("its engine failed in the sweep of held-out problems")
 
 
-def rollout_columns(output: Output) -> dict[str, Any]:
-    """An answer's columns that counts and a replay need."""
-    answer, tail = output.piece, output.tail
+def output_columns(output: Output, text: str) -> OutputColumns:
+    """An answer with its counts and the columns that a replay needs."""
+    counts, answer, tail = output.counts, output.piece, output.tail
     assert not answer.edits
     return {
-        **asdict(output.counts),
-        **{name: getattr(answer, name) for name in PIECE_COLUMNS},
-        **{f"tail_{name}": getattr(tail, name) or () for name in PIECE_COLUMNS},
+        "text": text,
+        "finish_reason": output.finish_reason,
+        "num_prompt_tokens": counts.num_prompt_tokens,
+        "num_tokens": counts.num_tokens,
+        "num_forwards": counts.num_forwards,
+        "num_store_forwards": counts.num_store_forwards,
+        "num_prefill_forwards": counts.num_prefill_forwards,
+        "num_drafted_tokens": counts.num_drafted_tokens,
+        "num_confirmed_tokens": counts.num_confirmed_tokens,
+        "tokens": list(answer.tokens),
+        "steps": list(answer.steps or ()),
+        "logprobs": list(answer.logprobs or ()),
+        "tail_tokens": list(tail.tokens),
+        "tail_steps": list(tail.steps or ()),
+        "tail_logprobs": list(tail.logprobs or ()),
         "experts": [record.columns() for record in output.experts],
     }
 

@@ -1,4 +1,4 @@
-"""The rows of rollouts, as they are asked, decoded and scored: what a type checker sees, and Arrow's columns of it."""
+"""The rows of rollouts, as they are asked, decoded and scored: types for a checker, and their Arrow columns."""
 
 from typing import TypedDict
 
@@ -9,11 +9,13 @@ from mbd_core.batch.rows import (
     DRAWN_COLUMNS,
     PLANNED_COLUMNS,
     AnswerColumns,
+    DraftColumns,
     EndColumns,
     PlannedRow,
     ReplayColumns,
     arrow_fields,
 )
+from mbd_core.decoding.answers.piece import ExpertCell
 from mbd_core.evaluation.sweep.grading.graded_rows import GradeColumns
 
 
@@ -24,8 +26,8 @@ class PlaceColumns(TypedDict):
     group: int
 
 
-class RecordColumns(TypedDict):
-    """Whether the experts that tokens go to are recorded."""
+class RecordColumns(TypedDict, total=False):
+    """Whether the experts that tokens go to are recorded. Decoded tables lack it."""
 
     record_experts: bool
 
@@ -44,17 +46,8 @@ class EngineCountColumns(TypedDict, total=False):
     num_prefill_forwards: int
 
 
-class ExpertCell(TypedDict):
-    """`ForwardExperts.columns`."""
-
-    forward: int
-    start: int
-    shape: list[int]
-    ids: bytes
-
-
 class RolloutColumns(TypedDict, total=False):
-    """What a replay needs beside `steps`, and the version of the weights that decoded every token.
+    """The columns that a replay needs beside `steps`, and the version of the weights that decoded every token.
 
     experts  where they are recorded
     """
@@ -69,9 +62,11 @@ class RolloutColumns(TypedDict, total=False):
     experts: list[ExpertCell] | None
 
 
-class RolloutRow(
-    PlannedRow, AnswerColumns, EngineCountColumns, EndColumns, ReplayColumns, PlaceColumns, RolloutColumns
-):
+class OutputColumns(AnswerColumns, EngineCountColumns, DraftColumns, ReplayColumns, RolloutColumns):
+    """An engine's answer to a rollout."""
+
+
+class RolloutRow(AskedRow, OutputColumns, EndColumns):
     """A rollout that was decoded, or was not, for the reason in `error`."""
 
 
@@ -82,8 +77,8 @@ class JudgedRow(PlannedRow, AnswerColumns, EngineCountColumns, EndColumns, Grade
 
 
 class ScoreColumns(TypedDict):
-    """What scoring adds: the grade and its reason, whether an answer met its limit of tokens, and the parts of its
-    reward as JSON, or which part failed and why."""
+    """The columns that scoring adds: the grade and its reason, whether an answer met its limit of tokens, and the
+    parts of its reward as JSON, or the part that failed and why."""
 
     correct: bool
     overlong: bool

@@ -1,9 +1,8 @@
 """A piece of an answer: neighbouring tokens, how likely each was, and which forward decided it."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Self, TypedDict
 
 import numpy as np
 
@@ -75,6 +74,15 @@ def _joined(first: tuple[Any, ...] | None, second: tuple[Any, ...] | None) -> tu
     return None if first is None and second is None else (first or ()) + (second or ())
 
 
+class ExpertCell(TypedDict):
+    """The fields of `ForwardExperts` as plain values."""
+
+    forward: int
+    start: int
+    shape: list[int]
+    ids: bytes
+
+
 @dataclass(frozen=True)
 class ForwardExperts:
     """The experts of a request's tokens in one forward.
@@ -88,12 +96,12 @@ class ForwardExperts:
     start: int
     ids: np.ndarray
 
-    def columns(self) -> dict[str, Any]:
-        """Its fields as plain values, which `of` reads."""
+    def columns(self) -> ExpertCell:
+        """The fields as plain values, which `of` reads."""
         return {"forward": self.forward, "start": self.start, "shape": list(self.ids.shape), "ids": self.ids.tobytes()}
 
     @classmethod
-    def of(cls, columns: Mapping[str, Any]) -> Self:
+    def of(cls, columns: ExpertCell) -> Self:
         size = len(columns["ids"]) // math.prod(columns["shape"])
         ids = np.frombuffer(columns["ids"], dtype=f"<u{size}").reshape(columns["shape"])
         return cls(columns["forward"], columns["start"], ids)

@@ -162,7 +162,9 @@ def read_answer(
 
 def _experts(record: Mapping[str, Any]) -> ForwardExperts:
     try:
-        return ForwardExperts.of({**record, "ids": b64decode(record["ids"], validate=True)})
+        ids = b64decode(record["ids"], validate=True)
+        forward, start, shape = record["forward"], record["start"], record["shape"]
+        return ForwardExperts.of({"forward": forward, "start": start, "shape": shape, "ids": ids})
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise ValueError(f"the answer's 'rollout.experts' has a record that cannot be read ({error!r:.80})") from None
 
