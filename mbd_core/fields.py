@@ -251,7 +251,8 @@ def refusal(error: "ValidationError", kind: Any, values: Any, *, noun: str = "op
     for step in place if _kinds(hint) else ():
         if isinstance(value, list | tuple) and isinstance(step, int):  # other steps name a form of the value
             value, hint, path = value[step], _kinds(hint)[0], f"{path}{step}."
-    if isinstance(value, Mapping) and value is not values and (forms := _kinds(hint)):
+    forms: list[Any] = [each for each in members(hint) if is_dataclass(each)]
+    if forms and isinstance(value, Mapping) and value is not values:
         form = next((each for each in forms if value.keys() <= _hints(each).keys()), forms[0])
         try:  # the form's own refusal; the others' errors say nothing
             load(form, value, noun=noun, path=path)
