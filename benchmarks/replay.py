@@ -7,8 +7,11 @@ backward pass over all of them.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +23,7 @@ from mbd_core.command_line import CommandText, Fields, command
 from mbd_core.fields import DATA, STATES, Flag, Ge
 
 if TYPE_CHECKING:
+    from mbd_core.decoding.blocks.request import Output
     from mbd_core.models.decoder import Decoder
     from mbd_core.multitf.config import ReplayStates
     from mbd_core.multitf.states.answer import ReplayedAnswer
@@ -38,6 +42,17 @@ COLUMNS = {
     "d_share": "above 0.1|.4f",
     "seconds": "CPU s|.2f",
 }
+
+PHASES = {
+    "slots": "slots",
+    "answers": "answers",
+    "rollouts": "rollouts, CPU s|.2f",
+    "dense": "update under a dense mask|.2f",
+    "update": "update|.2f",
+    "distilled": "update from a teacher|.2f",
+    "ratio": "update by rollouts|.2f",
+}
+"""Of an iteration of reinforcement learning."""
 
 THREE_TIMES = BenchmarkOptions()
 
@@ -59,25 +74,27 @@ def run_replay(
 
     TraceRL's rows are one for each step of an answer's slowest block, with the prompt and twice the answer. The counts
     are means over the answers; d is over all their tokens. The learner computes in float32, the engine as it serves:
-    in float32 on a CPU.
+    in float32 on a CPU. The second table has the seconds of an iteration's phases.
     """
     import torch
 
     measuring.begin()
-    rows = []
+    rows, phases = [], []
     for size in slots:
-        decoder, drawn = drawn_answers(model, task, answers, slots=size, seed=seed)
+        decoder, drawn, seconds = drawn_answers(model, task, answers, slots=size, seed=seed, repeats=measuring.repeats)
         rows += replay_rows(decoder, drawn, slots=size, shrinks=shrink, repeats=measuring.repeats)
-    measuring.write(command_line, {"torch": torch.__version__}, rows=rows)
-    print(markdown(rows, COLUMNS))
+        phases.append({"slots": size, "answers": answers, "rollouts": seconds})
+        phases[-1] |= update_seconds(decoder, drawn, rollouts=seconds, repeats=measuring.repeats)
+    measuring.write(command_line, {"torch": torch.__version__}, rows=rows, phases=phases)
+    print(markdown(rows, COLUMNS), markdown(phases, PHASES), sep="\n\n")
 
 
 def drawn_answers(
-    model: str, task: str, number: int, *, slots: int, seed: int
-) -> tuple[Decoder, list[ReplayedAnswer]]:
-    """A model in float32, and its answers to problems of a task's valid split.
+    model: str, task: str, number: int, *, slots: int, seed: int, repeats: int = 1
+) -> tuple[Decoder, list[ReplayedAnswer], float]:
+    """A model in float32, its answers to problems of a task's valid split, and the seconds of drawing them.
 
-    An engine with `slots` slots draws the answers, in its own precision.
+    An engine with `slots` slots draws the answers, in its own precision; the seconds are the median of `repeats`.
 
     Raises `ValueError` for a task without problems of its own.
     """
@@ -110,7 +127,14 @@ def drawn_answers(
             )
             for place, problem in enumerate(problems)
         ]
-        outputs = loaded.engine.generate(requests)
+        outputs: Sequence[Output] = ()
+
+        def draw() -> None:
+            nonlocal outputs
+            loaded.engine.forget_prefixes()  # as between two parts of a run
+            outputs = loaded.engine.generate(requests)
+
+        seconds = statistics.median(run_seconds(draw, clock=time.process_time) for _ in range(repeats))
         device = loaded.engine.model.model.norm.weight.device
     decoder = load_model(model_folder(model), dtype=torch.float32, device=device)
     drawn = []
@@ -127,7 +151,30 @@ def drawn_answers(
                 correct=True,
             )
         )
-    return decoder, drawn
+    return decoder, drawn, seconds
+
+
+def update_seconds(
+    model: Decoder, answers: Sequence[ReplayedAnswer], *, rollouts: float, repeats: int
+) -> dict[str, float]:
+    """Seconds of an update of copies of the model: LightningRL's, under a dense mask and as it is, and distillation
+    from the model at one slot; `ratio` is of the second and `rollouts`."""
+    from mbd_core.multitf.step.distiller import Distiller
+    from mbd_core.multitf.step.learner import Learner
+    from mbd_core.rl.recipes import LEDGER_RL, TINY_OPD
+
+    train = replace(LEDGER_RL.train, batch_size=len(answers))
+    dense = Learner(deepcopy(model), replace(train, attention="dense"), LEDGER_RL.objective)
+    learner = Learner(deepcopy(model), train, LEDGER_RL.objective)
+    teacher = deepcopy(model).requires_grad_(False)
+    distiller = Distiller(deepcopy(model), replace(train, teacher=TINY_OPD.train.teacher), teacher)
+    timer = partial(run_seconds, clock=time.process_time)
+    runs = {
+        name: partial(timer, partial(each.update, answers))
+        for name, each in (("dense", dense), ("update", learner), ("distilled", distiller))
+    }
+    seconds = medians(interleaved(runs, repeats=repeats))
+    return seconds | {"ratio": seconds["update"] / rollouts}
 
 
 def replay_rows(

@@ -21,7 +21,7 @@ QuantizedBase = Literal["nf4"]
 """The base of an adapter in 4 bits (QLoRA): NF4, in blocks of 64 with 8-bit scales."""
 Written = Literal["model", "adapter"]
 """What a run writes: a model, into which an adapter is merged, or the adapter alone."""
-AttentionChoice = Literal["auto", "dense", "flex"]
+AttentionChoice = Literal["auto", "dense", "flex", "streams"]
 ReplayStates = Literal["exact", "block-local", "all-masked"]
 """Which states a learner scores an answer's tokens in (`states/replay.py`)."""
 
@@ -175,7 +175,8 @@ class TrainConfig:
     activation_checkpointing: Annotated[bool, Flag(panel=COMPUTING)] = False
     """Keep each layer's input alone, and compute the layer again in the backward pass."""
     attention: Annotated[AttentionChoice, Flag(panel=COMPUTING, metavar="NAME")] = "auto"
-    """flex (a block mask, on GPUs), dense, or auto: flex on a GPU."""
+    """flex (a block mask, on GPUs), dense, streams (each noise-group with the tokens that it sees), or auto: flex on a
+    GPU, elsewhere dense, and streams for rollouts."""
     compile: Annotated[bool, Flag(panel=COMPUTING)] = False
     """Compile the layers (torch.compile); the first steps take minutes then."""
     tensor_parallel: Annotated[int, Ge(1), Flag(panel=CLUSTER)] = 1

@@ -28,10 +28,15 @@ noisy 1 2 3 4   clean 1 2 3 4
     clean 4                        x x x x
 """
 
+from typing import TypeVar
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from mbd_core.ops.attention.whole import Sees
+
+Numbers = TypeVar("Numbers", Tensor, np.ndarray)
 
 
 def dual_stream_mask(stream: Tensor, block: Tensor, first: Tensor, sample: Tensor | None = None) -> Tensor:
@@ -80,11 +85,16 @@ def whole_sequence_sees(stream: Tensor, sample: Tensor | None = None) -> Sees:
     return sees
 
 
-def _dual_stream(query: tuple[Tensor, ...], key: tuple[Tensor, ...], diagonal: Tensor) -> Tensor:
+def sees_in_streams(query: tuple[Numbers, ...], key: tuple[Numbers, ...]) -> Numbers:
+    """The predicate without padding: numbers (stream, block, first, sample) that broadcast -> bool."""
     (si, bi, fi, pi), (sj, bj, fj, pj) = query, key
     to_clean = (sj == 0) & (bj < fi) & (si >= 0)
     in_group = (si == sj) & (sj > 0) & (fi == fj) & (bj <= bi)
-    return ((to_clean | in_group) & (pi == pj)) | (diagonal & (si < 0))
+    return (to_clean | in_group) & (pi == pj)
+
+
+def _dual_stream(query: tuple[Tensor, ...], key: tuple[Tensor, ...], diagonal: Tensor) -> Tensor:
+    return sees_in_streams(query, key) | (diagonal & (query[0] < 0))
 
 
 def _whole_sequence(query: tuple[Tensor, ...], key: tuple[Tensor, ...], diagonal: Tensor) -> Tensor:

@@ -1,7 +1,9 @@
-"""The attention of training: FlexAttention under a block mask on a GPU, a dense mask elsewhere, from one predicate.
+"""The attention of training: FlexAttention under a block mask on a GPU, a dense mask or groups elsewhere, from one
+predicate.
 
 A dense mask computes every pair of tokens, so the shared clean stream costs more than separate sequences if these are
-long. A block mask skips the pairs between layouts (benchmarks/README.md has the counts).
+long. A block mask skips the pairs between layouts (benchmarks/README.md has the counts), and so do the groups of
+`streams` (`stream_attention.py`), which learners of rollouts use on a CPU.
 """
 
 from collections import OrderedDict
@@ -16,6 +18,7 @@ from mbd_core.models.layer_parts import Attend
 from mbd_core.multitf.config import AttentionChoice
 from mbd_core.multitf.states.mask import dual_stream_mask, dual_stream_sees, whole_sequence_mask, whole_sequence_sees
 from mbd_core.multitf.states.sample import MultiTFBatch
+from mbd_core.multitf.states.stream_attention import StreamAttention
 from mbd_core.ops.attention.whole import DenseAttention, FlexAttention, block_mask
 
 KEPT_MASKS = 32
@@ -23,7 +26,7 @@ KEPT_MASKS = 32
 
 
 class TrainingAttention:
-    """The attention of a run: FlexAttention under a block mask on a GPU, a dense mask elsewhere.
+    """The attention of a run: FlexAttention under a block mask on a GPU, a dense mask or groups elsewhere.
 
     A block mask is built once for each layout shape: the streams, blocks and noise-groups of a batch's tokens. Raises
     `ValueError` for `flex` on a device where it has no gradients.
@@ -32,7 +35,8 @@ class TrainingAttention:
     def __init__(self, choice: AttentionChoice, device: torch.device) -> None:
         if choice == "flex" and device.type != "cuda":
             raise ValueError(f"attention=flex trains on a GPU alone, and this device is {device.type}; choose dense")
-        self.kind: Literal["dense", "flex"] = "flex" if choice != "dense" and device.type == "cuda" else "dense"
+        self.kind: Literal["dense", "flex", "streams"]
+        self.kind = choice if choice != "auto" else "flex" if device.type == "cuda" else "dense"
         self._is_choice = choice != "auto"
         self._masks: OrderedDict[bytes, BlockMask] = OrderedDict()
 
@@ -42,11 +46,18 @@ class TrainingAttention:
             return f"{self.kind} attention, as asked"
         return "flex attention" if self.kind == "flex" else "dense attention (flex needs a GPU)"
 
-    def of(self, batch: MultiTFBatch, *, whole: bool = False) -> Attend:
-        """The attention of one batch: the Group-Aware Dual-Stream Mask, or with `whole` only the padding's mask."""
+    def of(
+        self, batch: MultiTFBatch, *, whole: bool = False, num_layers: int = 0, kept: Tensor | None = None
+    ) -> Attend:
+        """The attention of one batch: the Group-Aware Dual-Stream Mask, or with `whole` only the padding's mask.
+
+        Of the last of `num_layers` layers only the tokens of `kept` (N), flat places, are needed; `None`: all.
+        """
         if self.kind == "flex":
             return FlexAttention(self._block_mask(batch, whole=whole))
         sample = places_of_samples(batch)
+        if self.kind == "streams" and not whole:
+            return StreamAttention(batch, sample, num_layers=num_layers, kept=kept)
         numbers = (batch.stream, batch.block, batch.first)
         mask = whole_sequence_mask(batch.stream, sample) if whole else dual_stream_mask(*numbers, sample)
         return DenseAttention(mask[:, None])

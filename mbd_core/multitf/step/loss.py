@@ -153,7 +153,12 @@ def hidden_states(
     kept_N = rows_N * batch.input_ids.shape[1] + batch.source[rows_N, places_N]
     computed_N = kept_N if len(kept_N) else kept_N.new_zeros(1)
     training = Training(kept=computed_N, experts=experts)
-    hidden: Tensor = model(batch.input_ids, batch.positions, attention.of(batch, whole=whole), training=training)
+    moe = model.config.moe
+    needs_blocks = moe is not None and moe.expert_capacity > 0  # a token's experts depend on its whole block
+    attend = attention.of(
+        batch, whole=whole, num_layers=model.config.num_layers, kept=None if needs_blocks else computed_N
+    )
+    hidden: Tensor = model(batch.input_ids, batch.positions, attend, training=training)
     return hidden[: len(kept_N)]
 
 

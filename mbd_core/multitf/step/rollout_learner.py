@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 
@@ -47,6 +48,8 @@ class RolloutLearner(Updater):
         check_workers(config, workers.size)
         check_learning(config)
         self.states, self.shrink, self.workers, self._frozen = states, shrink, workers, frozen
+        if config.attention == "auto" and workers.device.type == "cpu" and not config.compile:
+            config = replace(config, attention="streams")  # most pairs of many noisy streams are not seen
         super().__init__(
             model,
             config,

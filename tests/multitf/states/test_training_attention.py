@@ -23,7 +23,8 @@ from mbd_core.multitf.states.layout import StateConfig
 from mbd_core.multitf.states.mask import dual_stream_mask, whole_sequence_mask
 from mbd_core.multitf.states.packing import Together
 from mbd_core.multitf.states.sample import build_batch
-from mbd_core.multitf.states.training_attention import TrainingAttention
+from mbd_core.multitf.states.stream_attention import StreamAttention, stream_groups
+from mbd_core.multitf.states.training_attention import TrainingAttention, places_of_samples
 from mbd_core.multitf.step.loss import distillation_loss, multitf_loss
 from mbd_core.multitf.step.trainer import Trainer
 
@@ -134,6 +135,42 @@ def test_the_loss_and_its_gradients_are_the_dense_ones(model: Decoder, flex: Tra
         torch.testing.assert_close(gradient, wanted, rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.parametrize("layouts", LAYOUTS)
+@pytest.mark.parametrize("together", [None, [[2, 0], [1]]])
+def test_groups_of_streams_give_the_dense_loss_and_gradients(
+    model: Decoder, layouts: str, together: Together | None
+) -> None:
+    """With padding, in packed sequences, and where the last layer computes the labels' tokens alone."""
+    mask = model.config.mask_token_id
+    batch = batch_of(LAYOUTS[layouts], mask=mask, lengths=(60, 24, 16), together=together)
+    dense, expected = loss_and_gradients(model, batch, TrainingAttention("dense", CPU))
+    found, gradients = loss_and_gradients(model, batch, TrainingAttention("streams", CPU))
+    assert float(found) == pytest.approx(float(dense), rel=1e-9) and len(gradients) == len(expected) > 10
+    for gradient, wanted in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("layouts", LAYOUTS)
+def test_groups_of_streams_have_every_visible_pair_once(layouts: str) -> None:
+    batch = batch_of(LAYOUTS[layouts], lengths=(60, 24, 16), together=[[2, 0], [1]])
+    found = torch.zeros(batch.stream.numel(), batch.stream.numel(), dtype=torch.int64)
+    for group in stream_groups(batch, places_of_samples(batch)):
+        found[group.queries[:, None], group.keys[None]] += torch.from_numpy(group.sees)
+    dense = dual_stream_mask(batch.stream, batch.block, batch.first, batch.sample)
+    is_token = batch.stream >= 0
+    wanted = torch.block_diag(*(dense & is_token[:, None])).long()
+    assert torch.equal(found, wanted)
+
+
+def test_groups_of_streams_compute_few_pairs() -> None:
+    batch = batch_of(StateConfig(block_size=B, max_group=3), lengths=(256,))
+    attend = TrainingAttention("streams", CPU).of(batch)
+    assert isinstance(attend, StreamAttention)
+    computed = sum(part.attend.mask.numel() for part in attend.whole.parts)
+    visible = int(dual_stream_mask(batch.stream, batch.block, batch.first, batch.sample).sum())
+    assert visible < computed < 0.2 * batch.stream.numel() ** 2
+
+
 def test_distillation_attends_with_it_too(model: Decoder, flex: TrainingAttention) -> None:
     batch = batch_of(LAYOUTS["d2f"], mask=model.config.mask_token_id, together=[[1, 0]])
     with torch.no_grad():
@@ -142,10 +179,12 @@ def test_distillation_attends_with_it_too(model: Decoder, flex: TrainingAttentio
     assert float(found) == pytest.approx(float(dense), rel=1e-9) and float(dense) > 1e-3
 
 
-def test_under_autocast_all_three_have_one_dtype(flex: TrainingAttention) -> None:
+@pytest.mark.parametrize("kind", ["flex", "streams"])
+def test_under_autocast_all_three_have_one_dtype(flex: TrainingAttention, kind: str) -> None:
     """Norms and rotations leave queries and keys in float32, and values are bfloat16."""
     batch = batch_of(LAYOUTS["one_group"], lengths=(16,))
-    attend, shape = flex.of(batch), (*batch.input_ids.shape, 2, 8)
+    attention = flex if kind == "flex" else TrainingAttention("streams", CPU)
+    attend, shape = attention.of(batch), (*batch.input_ids.shape, 2, 8)
     q, k, v = (torch.randn(shape, generator=torch.Generator().manual_seed(n)) for n in range(3))
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
         out = attend(0, q, k, v.bfloat16())

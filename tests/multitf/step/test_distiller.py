@@ -137,7 +137,8 @@ def test_a_student_comes_nearer_to_its_teacher(answers: list[ReplayedAnswer], re
 
 @pytest.mark.parametrize("reads", ["text", "blocks"])
 @pytest.mark.parametrize(
-    "train", [{"micro_batch": 1}, {"micro_batch": 3}, {"pack": 200}, {"pack": 200, "micro_batch": 1}]
+    "train",
+    [{"micro_batch": 1}, {"micro_batch": 3}, {"pack": 200}, {"pack": 200, "micro_batch": 1}, {"attention": "dense"}],
 )
 def test_parts_of_an_update_are_the_update(answers: list[ReplayedAnswer], reads: str, train: dict[str, Any]) -> None:
     settings = TeacherSettings(reads=reads)

@@ -81,6 +81,14 @@ def test_parts_of_an_update_are_the_update(answers: list[ReplayedAnswer], name: 
     assert reports[2]["positions"] < reports[0]["positions"]
 
 
+@pytest.mark.parametrize("name", ["TraceRL", "LightningRL"])
+def test_an_update_is_that_under_a_dense_mask(answers: list[ReplayedAnswer], name: str) -> None:
+    one, other = (learner(OBJECTIVES[name], **train) for train in ({}, {"attention": "dense"}))
+    assert (one.attention.kind, other.attention.kind) == ("streams", "dense")
+    report, wanted = (gist(each.update(answers)) for each in (one, other))
+    assert report == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+
+
 @pytest.mark.parametrize("train", [{}, {"optimizer": "muon"}, {"lora": LORA}])
 def test_an_update_is_deterministic_and_a_resumed_learner_goes_on_bit_for_bit(
     answers: list[ReplayedAnswer], train: dict[str, Any]
