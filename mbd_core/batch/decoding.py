@@ -13,6 +13,7 @@ from mbd_core.batch.inputs import prompt_ids
 from mbd_core.batch.parts import in_turns
 from mbd_core.batch.rows import DECODED_COLUMNS, LIKELIHOOD, DecodedRow, EditCell, PlannedRow, before_stop, with_draws
 from mbd_core.batch.scoring import scores_of
+from mbd_core.batch.tool_chats import ToolChat
 from mbd_core.checkpoint.chat import decode_text
 from mbd_core.decoding.answers.piece import Piece
 from mbd_core.decoding.blocks.config import read_decoding
@@ -116,17 +117,29 @@ class DecodeStage:
         tokenizer, stops = model.tokenizer, sample_stops(rows)
         requests = [replace(request, replay=True) for request in sample_requests(model, rows)]
         del model  # the engine may be closed from here on
+        chats = {row["sample"]: chat for row in rows if (chat := ToolChat.of_input(row["input"])) is not None}
         token_text = lru_cache(maxsize=None)(lambda token: decode_text(tokenizer, [token], special=True))
-        for row, request in zip(rows, requests, strict=True):
+        refused: dict[str, NoOutput] = {}
+        for number, (row, request) in enumerate(zip(rows, requests, strict=True)):
             row["max_tokens"] = request.max_tokens
-        results = self._results(name, requests, stops)
-        for row in rows:
+            if row["sample"] in chats:
+                try:
+                    grammar = chats[row["sample"]].answer_grammar(tokenizer, request.prompt)
+                    requests[number] = replace(request, grammar=grammar)
+                except ValueError as error:
+                    refused[request.request_id] = NoOutput(str(error))
+        asked = [request for request in requests if request.request_id not in refused]
+        results = refused | self._results(name, asked, stops)
+        for row, request in zip(rows, requests, strict=True):
             result = results[str(row["sample"])]
             if isinstance(result, NoOutput):
                 row["error"] = result.error
             else:
-                text = before_stop(decode_text(tokenizer, result.tokens), stops[str(row["sample"])])
-                row["text"], row["finish_reason"] = text, result.finish_reason
+                if row["sample"] in chats:
+                    row["text"] = chats[row["sample"]].answer(tokenizer, request.prompt, result.tokens)
+                else:
+                    row["text"] = before_stop(decode_text(tokenizer, result.tokens), stops[str(row["sample"])])
+                row["finish_reason"] = result.finish_reason
                 row["num_prompt_tokens"], row["num_tokens"] = result.counts.num_prompt_tokens, result.counts.num_tokens
                 row["num_forwards"] = result.counts.num_forwards
                 row["num_store_forwards"] = result.counts.num_store_forwards

@@ -14,6 +14,7 @@ from mbd_core.evaluation.sweep.grid import Variant, plan_variants
 from mbd_core.evaluation.sweep.loading import SweepInputs, SweptModel
 from mbd_core.evaluation.sweep.sweep import Sweep
 from mbd_core.evaluation.tasks.asking import AskedTask, check_positions
+from mbd_core.evaluation.tasks.kinds import function_calls
 
 
 def plan_sweep(inputs: SweepInputs) -> Sweep:
@@ -124,6 +125,11 @@ def _check_names(inputs: SweepInputs) -> None:
 def endpoint_notes(endpoint: Endpoint, tasks: Sequence[AskedTask]) -> list[str]:
     """What a reader must know of an endpoint's numbers. Raises `ValueError` if it cannot hold a task's answers."""
     for task in tasks:
+        if task.name.startswith(f"{function_calls.FREE}:"):
+            raise ValueError(
+                f"endpoint '{endpoint.name}' decides itself whether a grammar holds its calls: ask it "
+                f"{task.name.replace(function_calls.FREE, function_calls.NAME)}"
+            )
         if endpoint.positions is not None and task.inputs.max_tokens >= endpoint.positions:
             raise ValueError(
                 f"endpoint '{endpoint.name}' holds {endpoint.positions} positions, prompt and answer together, and an "

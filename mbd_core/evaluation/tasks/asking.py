@@ -99,7 +99,7 @@ def ask(problem_set: ProblemSet, recipe: Recipe, *, examples: str | None, max_to
     examples_of_task = examples_of(problem_set.task, recipe, examples)
     examples_of_problem = choose_examples(examples_of_task, count=prompt.num_examples, choice=prompt.choice)
     inputs = tuple(
-        prompt_content(prompt.wording, problem, examples_before)
+        problem.prompt if problem_set.task.asks_calls else prompt_content(prompt.wording, problem, examples_before)
         for problem, examples_before in zip(problem_set.problems, examples_of_problem, strict=False)
     )
     return TaskInputs(

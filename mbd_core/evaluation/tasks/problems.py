@@ -78,13 +78,18 @@ def load_problems(
     """
     if limit is not None and limit < 1:
         raise ValueError(f"limit={limit} must be at least 1")
+    if task.packaged is not None:
+        source = data or f"the package of {task.benchmark}"
+        return ProblemSet(
+            task=task, source=source, problems=tuple(_problems(task, task.packaged(data), source)[:limit])
+        )
     if task.generate is None:
         if data is None:
             raise ValueError(
                 f"task '{task.name}' needs its problems' file ({FORMATS}): --data PATH, beside other tasks "
                 f"{task.name}=PATH"
             )
-        return ProblemSet(task=task, source=data, problems=tuple(_read_problems(task, data)[:limit]))
+        return ProblemSet(task=task, source=data, problems=tuple(_problems(task, read_rows(data), data)[:limit]))
     if data is not None:
         raise ValueError(f"task '{task.name}' is generated and takes no data file; given {data}")
     source = f"{task.name}/{split}/{seed}"
@@ -93,10 +98,10 @@ def load_problems(
     return ProblemSet(task=task, source=f"generated: split {split}, seed {seed}", problems=problems)
 
 
-def _read_problems(task: Task, path: str) -> list[Problem]:
+def _problems(task: Task, rows: Iterator[NumberedRow], source: str) -> list[Problem]:
     problems: list[Problem] = []
     place_of: dict[str, str] = {}
-    for number, place, row in read_rows(path):
+    for number, place, row in rows:
         try:
             row_values = _checked_row(row, task=task)
             if not task.is_asked(row_values):
@@ -110,7 +115,7 @@ def _read_problems(task: Task, path: str) -> list[Problem]:
         place_of[problem.problem_id] = place
         problems.append(problem)
     if not problems:
-        raise ValueError(f"{path} holds no problems of task '{task.name}'")
+        raise ValueError(f"{source} holds no problems of task '{task.name}'")
     return problems
 
 

@@ -46,7 +46,8 @@ class TaskPrompt:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Prompts by task. Generated tasks are asked as this project's models were trained, under every recipe."""
+    """Prompts by task. Every recipe asks generated tasks as this project's models were trained, and shows functions as
+    the model's own chat template does."""
 
     name: str
     source: str
@@ -58,6 +59,8 @@ class Recipe:
         standard_task = find_task(task)
         if standard_task.generate is not None:
             return replace(GENERATED, max_tokens=standard_task.max_tokens)
+        if standard_task.asks_calls:
+            return CALLS
         if standard_task.benchmark not in self.prompts:
             raise ValueError(f"recipe '{self.name}' has no prompt for task '{task}'; it has {', '.join(self.prompts)}")
         return self.prompts[standard_task.benchmark]
@@ -88,6 +91,14 @@ GENERATED = TaskPrompt(
     source="this project's generated tasks, asked as its models were trained",
     extraction="the number after ####, or the tests",
     text_by=THIS_PROJECT,
+)
+
+CALLS = TaskPrompt(
+    wording=BARE,
+    max_tokens=512,
+    source="the leaderboard's function-calling mode: its messages, and the functions as the chat template shows them",
+    extraction="the calls in the model's own form",
+    text_by="the model's chat template",
 )
 
 

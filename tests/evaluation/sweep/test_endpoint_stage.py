@@ -13,6 +13,7 @@ from scripted_endpoint import ANSWER, Answer, ScriptedEndpoint, completion
 from sweep_rows import planned_samples
 
 from mbd_core.batch.rows import DECODED_COLUMNS
+from mbd_core.batch.tool_chats import ToolChat
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.evaluation.measures.rates import summarize
 from mbd_core.evaluation.sweep.endpoints import endpoint as endpoint_room
@@ -59,6 +60,19 @@ def rows_of(
         decoded = stage(pa.Table.from_pylist(plain, schema=table.schema))
     assert decoded.schema == DECODED_COLUMNS
     return list(decoded.to_pylist())
+
+
+def test_a_chat_with_functions_gives_text_and_calls(server: ScriptedEndpoint) -> None:
+    called = completion("One moment.")
+    function = {"name": "take", "arguments": '{"n": 3}'}
+    called["choices"][0]["message"]["tool_calls"] = [{"id": "1", "type": "function", "function": function}]
+    server.script = lambda body: (200, {}, called if body["messages"][0]["content"] == "Take." else completion("No."))
+    tools = [{"type": "function", "function": {"name": "take", "description": "Takes.", "parameters": {}}}]
+    chats = [ToolChat(messages=[{"role": "user", "content": text}], tools=tools) for text in ("Take.", "Leave it.")]
+    rows = [row for chat in chats for row in rows_of(server, ["?"], input=chat.as_json())]
+    assert [body["tools"] for body in server.bodies] == [tools, tools]
+    answers = [json.loads(row["text"]) for row in rows]
+    assert answers == [{"content": "One moment.", "calls": [function]}, {"content": "No.", "calls": []}]
 
 
 def test_what_an_endpoint_says_is_known_and_what_it_does_not_say_is_null(server: ScriptedEndpoint) -> None:

@@ -31,6 +31,7 @@ from mbd_core.batch.rows import (
     before_stop,
     with_draws,
 )
+from mbd_core.batch.tool_chats import ToolChat, answer_text
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.evaluation.sweep.endpoints.request_form import RequestForm, ask_a_token, learn_form
 from mbd_core.proxies import is_own, proxy_note
@@ -372,14 +373,18 @@ class EndpointStage:
         key = self._keys.get(row["model"])
         try:
             raw = _request(client, endpoint, row)
-            columns = _columns(raw.parse(), raw.elapsed.total_seconds(), json.loads(row["stop"]))
+            answer = raw.parse()
+            columns = _columns(answer, raw.elapsed.total_seconds(), json.loads(row["stop"]))
+            if ToolChat.of_input(row["input"]) is not None:
+                calls = [call.function.model_dump() for call in answer.choices[0].message.tool_calls or ()]
+                columns["text"] = answer_text(columns["text"] or "", calls)
             pa.Table.from_pylist([{**row, **columns}], schema=DECODED_COLUMNS)  # raises for what no column can hold
             return columns
         except openai.APIStatusError as error:
-            answer = f"answers {error.status_code}: {error_text(error, key)}"
+            said = f"answers {error.status_code}: {error_text(error, key)}"
             if error.status_code in CLOSED_STATUSES or (error.status_code >= 500 and not _answers(client, endpoint)):
-                raise _loss(endpoint, answer) from None
-            return {"error": f"the endpoint {answer}"}
+                raise _loss(endpoint, said) from None
+            return {"error": f"the endpoint {said}"}
         except openai.APIConnectionError as error:
             if not _answers(client, endpoint):
                 raise _loss(endpoint, f"cannot be reached any more: {error_text(error, key)}") from None
@@ -406,6 +411,8 @@ def _request(client: "openai.OpenAI", endpoint: Endpoint, row: PlannedRow) -> An
     fields = {"model": endpoint.model, **endpoint.form.of(fields, is_chat=not is_text)}
     if is_text:
         return client.completions.with_raw_response.create(prompt=prompt, **fields)
+    if (chat := ToolChat.of_input(row["input"])) is not None:
+        prompt, fields["tools"] = chat.messages, chat.tools
     return client.chat.completions.with_raw_response.create(messages=prompt, **fields)
 
 

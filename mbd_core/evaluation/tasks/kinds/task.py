@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from mbd_core.evaluation.sandbox.programs import RunReason
 from mbd_core.fields import members
+from mbd_core.row_files.paths import NumberedRow
 
 GradeReason = RunReason | Literal["ungradable"]
 Judgement = Literal["strict", "flexible", "base", "plus"]
@@ -91,6 +92,8 @@ class Task:
 
     row         the `TypedDict` of a row; rows of a file may have further columns
     generate    draws rows; a task without it reads its rows from a file that the user names
+    packaged    reads the rows that an installed package has, or the copy of them that the user names
+    asks_calls  whether a problem's prompt is a chat with functions (`ToolChat`), and answers are what it writes
     max_tokens  tokens of an answer to a generated problem, at most; for a file's problems the recipe says them
     is_asked    whether a row is one of the task's problems; the others are passed over
     other_form  what to do with rows that lack a column because they have another form of the benchmark
@@ -102,6 +105,8 @@ class Task:
     problem: Callable[[str, Any], Problem]
     grader: Grader
     generate: Callable[..., Iterator[dict[str, str]]] | None = None
+    packaged: Callable[[str | None], Iterator[NumberedRow]] | None = None
+    asks_calls: bool = False
     max_tokens: int = 128
     is_asked: Callable[[Any], bool] = lambda _row: True
     other_form: str = ""
