@@ -13,11 +13,9 @@ Exit codes: 0 done, 1 it failed, 2 bad input, in one sentence on stderr and befo
 signal, after the command has cleaned up.
 """
 
-import difflib
 import importlib.metadata
 import inspect
 import io
-import json
 import logging
 import os
 import re
@@ -36,8 +34,9 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 from typer.exceptions import TyperException
 from typer.main import get_command
 
+from mbd_core.field_texts import field_at, form_of, item_form, value_of
 from mbd_core.fields import OUTPUT, PANELS, Field, Flag, bounds, changed, leaves_of, load
-from mbd_core.json_text import merge_paths, parse_json
+from mbd_core.json_text import merge_paths
 from mbd_core.proxies import keep_direct
 from mbd_core.stops import any_stop_as_interrupt
 
@@ -226,7 +225,7 @@ def flag(item: Field) -> str:
     if item.flag.name:
         return item.flag.name
     name = item.name.replace("_", "-")
-    switches = _form(item).get("type") == "boolean" and item.default is not False
+    switches = form_of(item).get("type") == "boolean" and item.default is not False
     return f"--{name}/--no-{name}" if switches else f"--{name}"
 
 
@@ -295,15 +294,6 @@ def _part(name: str, hint: Any, default: Any) -> CommandPart:
     return items, lambda given: load(kind, values(given)) if default is MISSING else changed(default, values(given))
 
 
-# Texts of a command line as values.
-
-
-def _form(item: Field) -> Mapping[str, Any]:
-    """The schema of what a command line gives: no object with fields of its own, and not null."""
-    forms = item.schema.get("anyOf", [item.schema])
-    return next(form for form in forms if form.get("type") != "null" and "$ref" not in form)
-
-
 def _setting(text: str, items: Mapping[str, Field]) -> tuple[str, Any]:
     """The path and the value of `PATH=VALUE`; `ValueError` for a path that is unknown, and for a refused value."""
     path, equals, given = text.partition("=")
@@ -313,83 +303,29 @@ def _setting(text: str, items: Mapping[str, Field]) -> tuple[str, Any]:
     return path, value_of(item, None if given == "null" else given, f"--set {path}", "=")
 
 
-def field_at(path: str, items: Mapping[str, Field], name: str) -> Field:
-    """The field with a path. Raises `ValueError`, which begins with `name`, for a path without a field."""
-    if path in items:
-        return items[path]
-    inside = [known for known in items if known.startswith(f"{path}.")]
-    near = inside[:1] or difflib.get_close_matches(path, items, n=1, cutoff=0.5)
-    hint = f"; it holds fields, as {near[0]}" if inside else f"; is '{near[0]}' meant?" if near else ""
-    raise ValueError(f"{name}: there is no field {path}{hint}")
-
-
-def value_of(item: Field, given: Any, name: str, joint: str = " ") -> Any:
-    """A field's value from a text, or from texts. A refusal (`ValueError`) begins with name, joint and text."""
-    form, value = _form(item), given
-    is_list = form.get("type") == "array"
-    if isinstance(given, str) and (form.get("type") == "object" or (is_list and given.startswith("["))):
-        value = parse_json(given, f"{name}{joint}{given!r}")
-    elif is_list and given is not None:
-        texts = _listed(given, name, once="prefixItems" not in form) if isinstance(given, str) else given
-        value = [_scalar(text, _item_form(form)) for text in texts]
-    elif isinstance(given, str):
-        value = _scalar(given, form)
-    try:
-        return load(item.hint, value)
-    except ValueError as error:
-        said, values = "null" if given is None else given, str(error).rpartition(" must be ")[2]
-        raise ValueError(f"{name}{joint}{said} must be {values}") from None
-
-
-def _item_form(form: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema of a list's items."""
-    return typing.cast(Mapping[str, Any], form.get("items") or form["prefixItems"][0])
-
-
-def _listed(text: str, name: str, *, once: bool) -> list[str]:
-    """The items of a text with commas, each `once` if so; `ValueError` if there is none."""
-    items = [item.strip() for item in text.split(",") if item.strip()]
-    if not items:
-        raise ValueError(f"{name} names nothing; give at least one, separated by commas")
-    return list(dict.fromkeys(items)) if once else items
-
-
-def _scalar(text: str, form: Mapping[str, Any]) -> Any:
-    """The number, switch or null that a text is, or the text, which its field takes or refuses."""
-    if form.get("type") == "string":
-        return text
-    try:
-        return json.loads(text)
-    except ValueError:
-        return float(text) if text.lstrip("+-").lower() in ("inf", "infinity", "nan") else text
-
-
-# Options as Typer declares them.
-
-
 def _parameter_name(item: Field) -> str:
     return item.path.replace(".", "__")
 
 
 def metavar(item: Field) -> str | None:
     """What --help shows for the value; `None`: its type."""
-    form = _form(item)
+    form = form_of(item)
     if item.flag.metavar is not None or item.flag.positional:
         return item.flag.metavar
     return (
-        f"{NUMBERS.get(_item_form(form)['type'], 'NAME')},..."
+        f"{NUMBERS.get(item_form(form)['type'], 'NAME')},..."
         if item.flag.commas
         else NUMBERS.get(form.get("type", ""))
     )
 
 
 def _typer_parameter(item: Field) -> inspect.Parameter:
-    form, default = _form(item), item.default
+    form, default = form_of(item), item.default
     kind = _python_type(form)
     if form.get("type") == "object":
         default = None
     elif form.get("type") == "array":
-        kind = str if item.flag.commas else list[_python_type(_item_form(form))]  # type: ignore[misc]
+        kind = str if item.flag.commas else list[_python_type(item_form(form))]  # type: ignore[misc]
         if default is not MISSING:
             default = (",".join(map(str, default or ())) if item.flag.commas else default) or None
     bounded = bounds(form).removeprefix("of ") if form.get("type") in NUMBERS else ""

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 import pytest
 
 from jobs.option_tables import described_commands, page
-from mbd_core.command_line import Changes, Fields, command, command_options, flag, value_of
+from mbd_core.command_line import Changes, Fields, command, command_options, flag
+from mbd_core.field_texts import value_of
 from mbd_core.fields import (
     DATA,
     ENGINE,

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from mbd_core.batch.rows import config_text
-from mbd_core.command_line import field_at, value_of
 from mbd_core.decoding.blocks.config import CANVAS_FIELDS, CAUSAL_FIELDS, DecodingConfig, decoding_config
 from mbd_core.decoding.blocks.methods import MULTI, NAMED_METHODS, SINGLE, MethodFields
+from mbd_core.field_texts import field_at, value_of
 from mbd_core.fields import leaves_of
 from mbd_core.json_text import merge_paths, parse_json
 
