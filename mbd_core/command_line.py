@@ -277,11 +277,10 @@ def _part(name: str, hint: Any, default: Any) -> CommandPart:
     if shown is not None:
         bounds = [item for item in marks if item is not shown]
         hint = Annotated[(kind, *bounds)] if bounds else kind
-        return [Field(path=name, hint=hint, help=shown.help, flag=shown, default=default)], lambda given: given.get(
-            name, default
-        )
-    is_changes = isinstance(selection, Changes)
-    kind = selection.kind if isinstance(selection, Changes) else kind
+        item = Field(path=name, hint=hint, help=shown.help, flag=shown, default=default)
+        return [item], lambda given: given.get(name, default)
+    if isinstance(selection, Changes):
+        kind = selection.kind
     assert is_dataclass(kind), f"the parameter {name} has no option"
     by_path = {item.path: item for item in leaves_of(typing.cast(type, kind), default)}
     items = [*map(by_path.pop, selection.names or [*by_path])]
@@ -289,7 +288,7 @@ def _part(name: str, hint: Any, default: Any) -> CommandPart:
     def values(given: Given) -> dict[str, Any]:
         return merge_paths({}, {item.path: given[item.path] for item in items if item.path in given})
 
-    if is_changes:
+    if isinstance(selection, Changes):
         return [replace(item, default=None) for item in items], values
     return items, lambda given: load(kind, values(given)) if default is MISSING else changed(default, values(given))
 
@@ -312,11 +311,9 @@ def metavar(item: Field) -> str | None:
     form = form_of(item)
     if item.flag.metavar is not None or item.flag.positional:
         return item.flag.metavar
-    return (
-        f"{NUMBERS.get(item_form(form)['type'], 'NAME')},..."
-        if item.flag.commas
-        else NUMBERS.get(form.get("type", ""))
-    )
+    if item.flag.commas:
+        return f"{NUMBERS.get(item_form(form)['type'], 'NAME')},..."
+    return NUMBERS.get(form.get("type", ""))
 
 
 def _typer_parameter(item: Field) -> inspect.Parameter:

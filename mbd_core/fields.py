@@ -166,9 +166,6 @@ def leaves_of(kind: type, defaults: Any = MISSING, path: str = "") -> Iterator[F
             yield replace(item, path=f"{path}{item.name}", default=default)
 
 
-# Reading.
-
-
 def load(kind: Any, values: Any, *, noun: str = "option", path: str = "") -> Any:
     """A configuration, or a value of another type, of what JSON has for it: objects, lists, texts, numbers.
 
@@ -223,9 +220,6 @@ def _adapter(kind: Any) -> "TypeAdapter[Any]":
 def schema_of(kind: Any) -> dict[str, Any]:
     """The JSON Schema of a type's values."""
     return _adapter(kind).json_schema()
-
-
-# Refusals in words.
 
 
 def refusal(error: "ValidationError", kind: Any, values: Any, *, noun: str = "option", path: str = "") -> ValueError:
