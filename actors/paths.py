@@ -30,7 +30,7 @@ from mbd_core.multitf.config import BASE_TEACHER, TeacherSettings
 from mbd_core.storage.cache import user_cache
 from mbd_core.storage.contents import Contents, Copy, contents_of
 from mbd_core.storage.folder import SCHEME, Folder
-from mbd_core.storage.models import fetch_model
+from mbd_core.storage.models import UrlWeights, fetch_model
 from mbd_core.storage.remote_files import PROBE
 
 MOST_CARRIED = 2**30
@@ -108,12 +108,12 @@ class JobPaths:
     read: tuple[KnownPath, ...] = ()
     marks: tuple[Mark, ...] = ()
 
-    def fetch(self, model: str) -> str:
+    def fetch(self, model: str, *, url_weights: UrlWeights = "cache") -> str:
         """As `fetch_model`, and for a path of the job what this machine has of it, or a copy. Raises `ValueError`."""
         for known in self.read:
             if model in (known.opened.path, known.opened.name):
                 return known.here()
-        return fetch_model(model)
+        return fetch_model(model, url_weights=url_weights)
 
     def check_shared(self) -> None:
         """Raise `ValueError` if this machine does not see a folder that all share."""

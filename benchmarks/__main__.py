@@ -28,7 +28,7 @@ COMMANDS = {
     "affinity": ("benchmarks.context.commands:affinity", "turns over replicas: prefixes found, by who routes them"),
     "replay": ("benchmarks.replay:replay", "what a learner pays for a rollout, and how far it is from the engine"),
     "rounding": ("benchmarks.commands:rounding", "the error of a model's logits with FP8 or int8 weights"),
-    "remote": ("benchmarks.remote_weights:remote", "weights at a URL: downloaded and loaded, or read by ranges"),
+    "remote": ("benchmarks.remote_weights:remote", "weights at a URL: downloaded and loaded, or read by range"),
     "sweep": ("benchmarks.evaluation:sweep", "a sweep on Ray beside the engine called directly"),
     "sandbox": ("benchmarks.evaluation:sandbox", "what the sandbox costs a program that does nothing"),
     "graders": ("benchmarks.graders:graders", "wrong verdicts on right and wrong answers, beside math-verify alone"),

@@ -39,7 +39,8 @@ def loader(models: Mapping[str, str], *, tensor_parallel: int, paths: JobPaths =
     """Loads a model by the name in the rows, which `models` maps to what `paths.fetch` takes."""
 
     def load(name: str, engine: EngineConfig) -> DecodingModel:
-        loaded = load_engine(model_folder(paths.fetch(models[name])), engine, tensor_parallel=tensor_parallel)
+        folder = model_folder(paths.fetch(models[name], url_weights=engine.url_weights))
+        loaded = load_engine(folder, engine, tensor_parallel=tensor_parallel)
         loaded.prepare()
         return DecodingModel(loaded.engine, loaded.tokenizer)
 

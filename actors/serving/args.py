@@ -3,7 +3,7 @@
 It is the `args` of the application in a Serve config file. docs/reference/options.md has a table of its fields.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -13,7 +13,7 @@ from mbd_core.fields import CLUSTER, MODEL, Flag, Ge, Gt, Le, configuration, loa
 from mbd_core.serving.api.access import DRAIN_SECONDS
 from mbd_core.serving.api.parsing import MAX_PROMPTS, MOST_PROMPTS
 from mbd_core.serving.tokens.endpoint_args import EndpointArgs
-from mbd_core.storage.models import fetch_model
+from mbd_core.storage.models import FetchModel, fetch_model
 
 
 @configuration()
@@ -117,9 +117,10 @@ class ModelArgs(EndpointArgs):
     def least_replicas(self) -> int:
         return self.replicas if isinstance(self.replicas, int) else self.replicas.min
 
-    def checked(self, fetch: Callable[[str], str] = fetch_model) -> Self:
+    def checked(self, fetch: FetchModel = fetch_model) -> Self:
         """On this machine: `fetch` gives the local name or path of the model, which it fetches from a URL."""
-        return super(ModelArgs, replace(self, model=fetch(self.model), name=self.served_name)).checked()
+        model = fetch(self.model, url_weights=self.engine.url_weights)
+        return super(ModelArgs, replace(self, model=model, name=self.served_name)).checked()
 
 
 @configuration(panel=CLUSTER)

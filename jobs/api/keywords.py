@@ -112,6 +112,7 @@ class Settings(DecodingFields, total=False):
     page_size: int
     prefix_caching: bool
     static_shapes: bool
+    url_weights: Literal["cache", "stream"]
 
 
 class Keywords(DecodingFields, total=False):

@@ -45,7 +45,9 @@ class LLM:
         own, engine_fields, model_fields = split_settings({k: v for k, v in settings.items() if k != "method"})
         self._fields = _with_method(settings.get("method"), own)
         engine = EngineConfig(**engine_fields)
-        args = EndpointArgs(model=fetch_model(str(model)), engine=engine, **model_fields).checked()
+        args = EndpointArgs(
+            model=fetch_model(str(model), url_weights=engine.url_weights), engine=engine, **model_fields
+        ).checked()
         folder = read_folder(Path(args.model))
         block_size = engine.block_size or folder.config.block_size
         defaults = decoding_defaults(folder, engine)

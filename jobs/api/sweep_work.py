@@ -23,7 +23,7 @@ from mbd_core.evaluation.sweep.endpoints.endpoint import (
     try_decoding,
 )
 from mbd_core.storage.folder import Folder
-from mbd_core.storage.models import fetch_model
+from mbd_core.storage.models import UrlWeights, fetch_model
 
 if TYPE_CHECKING:
     from mbd_core.batch.decoding_model import DecodingModel
@@ -94,7 +94,13 @@ class Subjects:
 
     @classmethod
     def find(
-        cls, models: Sequence[str], endpoints: Sequence[str], keys: Sequence[str], sampling: Sampling | None = None
+        cls,
+        models: Sequence[str],
+        endpoints: Sequence[str],
+        keys: Sequence[str],
+        sampling: Sampling | None = None,
+        *,
+        url_weights: UrlWeights = "cache",
     ) -> Self:
         """Fetch the models and ask the endpoints. Raises `ValueError` if one is not there, or if none is named."""
         if not models and not endpoints:
@@ -102,7 +108,7 @@ class Subjects:
         addresses = [EndpointAddress.parse(text) for text in endpoints]
         key_of = read_keys(keys, [address.name for address in addresses])
         return cls(
-            fetched={model: fetch_model(model) for model in models},
+            fetched={model: fetch_model(model, url_weights=url_weights) for model in models},
             endpoints=[find_endpoint(address, key_of.get(address.name), sampling=sampling) for address in addresses],
             keys=key_of,
         )

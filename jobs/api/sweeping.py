@@ -152,7 +152,7 @@ def sweep_chosen(
         raise ValueError(f"actors={own.actors} engines need a cluster: name one, or leave actors out")
     place.check_writable()
     sampling = Sampling(temperature=options.temperature, top_p=options.top_p)
-    subjects = Subjects.find(options.models, own.endpoint, own.endpoint_key, sampling)
+    subjects = Subjects.find(options.models, own.endpoint, own.endpoint_key, sampling, url_weights=engine.url_weights)
     models = tuple(subjects.fetched.values())
     options = replace(options, models=models, endpoints=tuple(subjects.endpoints), engine=engine)
     planned = plan_sweep(load_inputs(options))

@@ -2,7 +2,8 @@
 
 The files must hold exactly the model's tensors in their shapes; otherwise loading is an error, and no weight stays
 random. The files' headers are checked before any weight is read. Weights stream from the files into their final place,
-so the peak memory is the model and one tensor. A NaN or infinite weight is refused when it is read.
+so the peak memory is the model and one tensor, or four that come from a URL. A NaN or infinite weight is refused when
+it is read.
 """
 
 import itertools
@@ -26,6 +27,7 @@ from mbd_core.checkpoint.safetensor_files import (
     open_file,
     read_json,
 )
+from mbd_core.checkpoint.streamed_tensors import many_at_once
 from mbd_core.checkpoint.tensors import FLOAT32_ALWAYS, StoredTensor, match_tensors
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.layer_parts import Reduce
@@ -70,14 +72,23 @@ def load_model(
         for name, t in model.state_dict().items()
         if not (name == "lm_head.weight" and config.tie_word_embeddings)
     }
-    for path, names in itertools.groupby(listed, key=lambda name: listed[name].path):
-        with open_file(path) as file, LastFile() as scales:
-            for name in names:
-                source = matrix_slice(file, name, listed[name], scales)
-                unfit = _copy_in(weights, source, expected[name], model.shard)
-                if unfit is not None:
-                    kind = str(unfit).removeprefix("torch.")
-                    raise ValueError(f"{path}: tensor '{name}' has values that are not finite in {kind}")
+
+    def copy(name: str, source: Any) -> None:
+        unfit = _copy_in(weights, source, expected[name], model.shard)
+        if unfit is not None:
+            kind = str(unfit).removeprefix("torch.")
+            raise ValueError(f"{listed[name].path}: tensor '{name}' has values that are not finite in {kind}")
+
+    for path, in_file in itertools.groupby(listed, key=lambda name: listed[name].path):
+        names = list(in_file)
+        with (
+            open_file(path) as file,
+            LastFile() as scales,
+            many_at_once(file, len(names), quiet=model.shard.rank != 0) as map_all,
+        ):
+            sources = (matrix_slice(file, name, listed[name], scales) for name in names)
+            for _ in map_all(copy, names, sources):
+                pass
     if config.tie_word_embeddings:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     model.load_state_dict(weights, assign=True)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -13,8 +13,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mbd_core.checkpoint.block_scales import FP8, READ_AS, SUFFIX, BlockShape, ScaledMatrix, block_shape, scales_shape
+from mbd_core.checkpoint.streamed_tensors import StreamedTensors
 from mbd_core.files import write_json
 from mbd_core.json_text import parse_json
+from mbd_core.storage.streamed import RangeReader, StreamedFile, stub_of
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 METADATA = ".metadata"  # marks a distributed checkpoint
@@ -87,7 +89,7 @@ def list_tensors(folder: Path) -> dict[str, TensorInfo]:
     fp8: list[str] = []
     for file in sorted(set(file_of.values())) or [WEIGHTS]:
         path = folder / file
-        if not path.exists():
+        if not path.exists() and not stub_of(path).exists():
             names = sorted(name for name, where in file_of.items() if where == file)
             holds = f", which holds '{names[0]}' and {len(names) - 1} more tensors" if names else ""
             if not file_of and any(folder.glob("*.safetensors")):
@@ -191,7 +193,15 @@ class HfFolder:
 
 @contextmanager
 def open_file(path: Path) -> Iterator[Any]:
-    """`safe_open` on the CPU; `ValueError` names a damaged file and the first tensor that is cut off."""
+    """`safe_open` on the CPU, or the like for a file at a URL; `ValueError` names a damaged file and the first tensor
+    that is cut off."""
+    streamed = StreamedFile.at(path)
+    if streamed is not None:
+        with closing(RangeReader(streamed)) as reader:
+            yield StreamedTensors(reader)
+            if reader.was_read:
+                reader.check_unchanged()
+        return
     try:
         path.open("rb").close()  # its error says why a file cannot be read; safe_open's does not
         with safe_open(path, framework="pt") as file:

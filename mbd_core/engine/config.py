@@ -69,6 +69,9 @@ class EngineConfig:
     if it computes it, the weights are stored so, and there are 50 million of them; else float32."""
     attention: Annotated[str | None, Flag(metavar="NAME")] = None
     """The attention kernel (default: the best there is); of an unknown one, the error names those there are."""
+    url_weights: Literal["cache", "stream"] = "cache"
+    """Safetensors of a model at a URL. cache: downloaded once a machine, sha256 compared; stream: each rank reads its
+    part by range at every start, for machines that start but once; sizes and versions are compared, no sha256."""
     max_adapters: Annotated[int, Ge(0), Flag(name=False)] = 0
     """LoRA adapters that can be loaded at once; 0: none, at no cost."""
     max_rank: Annotated[int, Ge(1), Flag(name=False)] = 16

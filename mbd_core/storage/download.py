@@ -44,14 +44,26 @@ class ByteRange:
         return json.dumps([self.name, self.start, self.end])
 
 
-def chunks_of(files: Mapping[str, Mapping[str, Any]]) -> Iterator[ByteRange]:
-    """The chunks of files, by their names, with the storage's information on them."""
+def chunks_of(files: Mapping[str, Mapping[str, Any]], *, whole: bool = False) -> Iterator[ByteRange]:
+    """The chunks of files, by their names, with the storage's information on them; `whole` files are one chunk."""
     for name, information in files.items():
         size: int | None = information.get("size")
+        length = (size or 1) if whole else CHUNK_BYTES
         if not size:
             yield ByteRange(name, 0, size)
-        for start in range(0, size or 0, CHUNK_BYTES):
-            yield ByteRange(name, start, min(start + CHUNK_BYTES, size or 0))
+        for start in range(0, size or 0, length):
+            yield ByteRange(name, start, min(start + length, size or 0))
+
+
+def serves_ranges(system: Any, path: str, files: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether parts of the files of a folder can be read. Some HTTP servers send the whole file instead."""
+    protocols = (system.protocol,) if isinstance(system.protocol, str) else system.protocol
+    sizes = {name: information.get("size") or 0 for name, information in files.items()}
+    sizes = {name: size for name, size in sizes.items() if size > 1}
+    if "http" not in protocols or not sizes:
+        return True
+    smallest = min(sizes, key=sizes.__getitem__)
+    return len(system.cat_file(f"{path}/{smallest}", start=0, end=1)) == 1
 
 
 def download(
@@ -68,7 +80,10 @@ def download(
     target.mkdir(parents=True, exist_ok=True)
     journal = target.parent / JOURNAL
     known = set(journal.read_text().splitlines()) if journal.exists() else set()
-    chunks = list(chunks_of(files))
+    whole = not serves_ranges(system, path, files)
+    if whole:
+        print(f"{location}: its server sends no parts of files, so each comes whole or again", file=sys.stderr)
+    chunks = list(chunks_of(files, whole=whole))
     missing = [chunk for chunk in chunks if str(chunk) not in known]
     total, wanted = (sum(chunk.num_bytes for chunk in some) for some in (chunks, missing))
     free = shutil.disk_usage(target).free
@@ -79,9 +94,12 @@ def download(
         (target / name).touch()
 
     def fetch(chunk: ByteRange) -> ByteRange:
+        if whole:
+            system.get_file(f"{path}/{chunk.name}", str(target / chunk.name))
+            _check_length(chunk, (target / chunk.name).stat().st_size)
+            return chunk
         content = system.cat_file(f"{path}/{chunk.name}", start=chunk.start, end=chunk.end)
-        if chunk.end is not None and len(content) != chunk.num_bytes:
-            raise OSError(f"{chunk.name} gave {len(content):,} bytes where {chunk.num_bytes:,} were asked for")
+        _check_length(chunk, len(content))
         with (target / chunk.name).open("r+b") as file:
             file.seek(chunk.start)
             file.write(content)
@@ -105,6 +123,11 @@ def download(
             raise
     _check_digests(target, files, location)
     journal.unlink()
+
+
+def _check_length(chunk: ByteRange, length: int) -> None:
+    if chunk.end is not None and length != chunk.num_bytes:
+        raise OSError(f"{chunk.name} gave {length:,} bytes where {chunk.num_bytes:,} were asked for")
 
 
 def add_digests(manifest: dict[str, Any], folder: Path, names: list[str]) -> None:

@@ -176,14 +176,17 @@ class Folder:
         """A path of this machine where a file that is there can be read: its own, or a temporary copy's."""
         return self._place.local_file(name)
 
-    def fetch(self, cache: Path) -> Path:
+    def fetch(self, cache: Path, *, stubs: Path | None = None) -> Path:
         """A folder of this machine with these files: a local folder itself. A remote one is downloaded to a folder of
         the same name below `cache`, once for each version.
 
         A version is what the storage says of the files: sizes, times, checksums. Raises `ValueError` if nothing lies
         at the URL, if it was not written to its end, or if it changes meanwhile; the copy is whole or not there.
+
+        With `stubs`, another cache, a version that `cache` lacks goes there with stubs in the place of its
+        safetensors (`streamed.py`), unless its server sends no parts of files.
         """
-        return self._place.fetch(cache)
+        return self._place.fetch(cache, stubs=stubs)
 
     # Writing
 

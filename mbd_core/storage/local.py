@@ -88,7 +88,7 @@ class LocalPlace:
         self.check_writable()
         yield LocalMirror(self.path)
 
-    def fetch(self, cache: Path) -> Path:
+    def fetch(self, cache: Path, *, stubs: Path | None = None) -> Path:
         return self.path
 
     def filesystem(self) -> tuple[Any, str]:

@@ -1,17 +1,28 @@
 """Models at URLs, which are downloaded before they are read."""
 
 from pathlib import Path
+from typing import Literal, Protocol
 
 from mbd_core.storage.cache import user_cache
 from mbd_core.storage.folder import SCHEME, Folder
 
+UrlWeights = Literal["cache", "stream"]
 
-def fetch_model(model: str, *, cache: Path | None = None) -> str:
+
+class FetchModel(Protocol):
+    """What `fetch_model` does, for the models of a job."""
+
+    def __call__(self, model: str, *, url_weights: UrlWeights = "cache") -> str: ...
+
+
+def fetch_model(model: str, *, cache: Path | None = None, url_weights: UrlWeights = "cache") -> str:
     """The argument of `model_folder` for a model's name, path or URL; a remote folder is downloaded first.
 
-    It goes to `cache`, by default the user's, once for each version however many processes want it. Raises
-    `ValueError` if it cannot be read, or does not fit on the disk.
+    It goes to `cache`, by default the user's, once for each version however many processes want it. To "stream" a
+    model that is not there yet leaves its safetensors at the URL (`streamed.py`). Raises `ValueError` if it cannot be
+    read, or does not fit on the disk.
     """
     if SCHEME.match(model) is None:
         return model
-    return str(Folder.at(model).fetch(cache or user_cache("models")))
+    stubs = user_cache("streamed") if url_weights == "stream" else None
+    return str(Folder.at(model).fetch(cache or user_cache("models"), stubs=stubs))

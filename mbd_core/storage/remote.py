@@ -18,18 +18,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import fsspec
-
 from mbd_core.files import MANIFEST, check_replaceable, is_named, manifest_kind, manifest_text
 from mbd_core.storage import remote_files
 from mbd_core.storage.cache import FolderCache
-from mbd_core.storage.download import add_digests, download
+from mbd_core.storage.download import add_digests, download, serves_ranges
 from mbd_core.storage.errors import TakenOver, storage_errors
-from mbd_core.storage.remote_files import UNFINISHED, list_files, make_parent, put, read_manifest, version_of
-
-# An endpoint that does not answer is given up within a minute, not after ten.
-CONNECTION = {"connect_timeout": 10, "retries": {"max_attempts": 2, "mode": "standard"}}
-OPTIONS: dict[str, dict[str, Any]] = {scheme: {"config_kwargs": CONNECTION} for scheme in ("s3", "s3a")}
+from mbd_core.storage.remote_files import (
+    OPTIONS,
+    UNFINISHED,
+    list_files,
+    make_parent,
+    open_storage,
+    put,
+    read_manifest,
+    version_of,
+)
+from mbd_core.storage.streamed import StreamedFile, is_streamed
 
 
 @dataclass(frozen=True)
@@ -48,8 +52,7 @@ class RemotePlace:
         return OPTIONS.get(self.location.partition("://")[0], {})
 
     def filesystem(self) -> tuple[Any, str]:
-        # A cached listing would hide files that others write.
-        return fsspec.core.url_to_fs(self.location, use_listings_cache=False, **self.options)
+        return open_storage(self.location)
 
     def errors(self, trouble: str, kind: Callable[[str], Exception] = OSError) -> AbstractContextManager[None]:
         return storage_errors(self.location, trouble, kind)
@@ -179,7 +182,7 @@ class RemotePlace:
         finally:
             shutil.rmtree(stage, ignore_errors=True)
 
-    def fetch(self, cache: Path) -> Path:
+    def fetch(self, cache: Path, *, stubs: Path | None = None) -> Path:
         with self.errors("cannot be read", ValueError):
             system, path = self.filesystem()
             files = list_files(system, path)
@@ -188,13 +191,22 @@ class RemotePlace:
             if UNFINISHED in files:
                 raise ValueError(f"{self.location} was not written to its end: another job writes it, or was stopped")
             source, version = version_of(self.location, files)
-            entries, key = FolderCache(cache), f"{source}-{version}"
+            entries, key, streamed = FolderCache(cache), f"{source}-{version}", set[str]()
+            if stubs is not None and not entries.folder(key, self.name).exists():
+                streamed = {name for name in files if is_streamed(name)}
+            if stubs is not None and streamed and serves_ranges(system, path, files):
+                entries = FolderCache(stubs)
+            else:
+                streamed.clear()
 
             def fill(target: Path) -> None:
                 entries.forget_unfinished(source, key)
                 old = ", ".join(map(str, entries.others(source, key)))
                 remedy = f"; older versions of it can be removed: {old}" if old else "; set XDG_CACHE_HOME to another"
-                download(system, path, files, target, location=self.location, remedy=remedy)
+                wanted = {name: files[name] for name in files if name not in streamed}
+                download(system, path, wanted, target, location=self.location, remedy=remedy)
+                for name in sorted(streamed):
+                    StreamedFile.asked(self.location, name).write_stub(target)
                 if version_of(self.location, list_files(system, path)) != (source, version):
                     shutil.rmtree(target.parent)
                     raise ValueError(f"{self.location} was changed while it was read; try again")

@@ -4,7 +4,10 @@ import hashlib
 import json
 import secrets
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
+import fsspec
 
 from mbd_core.files import MANIFEST
 
@@ -12,7 +15,32 @@ UNFINISHED = f".{MANIFEST}.0.partial"
 FLAT = tuple(f"{scheme}://" for scheme in ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"))
 """Prefixes of URLs at which a file needs no folder."""
 PROBE = ".mbd-probe-"
-VERSION_FIELDS = ("size", "ETag", "etag", "md5", "generation", "mtime", "LastModified", "last_modified", "created")
+VERSION_FIELDS = (
+    "size",
+    "ETag",
+    "etag",
+    "md5",
+    "generation",
+    "mtime",
+    "LastModified",
+    "Last-Modified",
+    "last_modified",
+    "created",
+)
+NUM_QUESTIONS = 8  # at once, about files of which a listing says nothing
+
+
+# An endpoint that does not answer is given up within a minute, not after ten.
+CONNECTION = {"connect_timeout": 10, "retries": {"max_attempts": 2, "mode": "standard"}}
+OPTIONS: dict[str, dict[str, Any]] = {scheme: {"config_kwargs": CONNECTION} for scheme in ("s3", "s3a")}
+"""The arguments of fsspec's filesystems, by scheme."""
+
+
+def open_storage(location: str) -> tuple[Any, str]:
+    """The fsspec filesystem of a URL, and the path there."""
+    options = OPTIONS.get(location.partition("://")[0], {})
+    # A cached listing would hide files that others write.
+    return fsspec.core.url_to_fs(location, use_listings_cache=False, **options)
 
 
 def put(system: Any, location: str, file: str, content: bytes) -> None:
@@ -36,11 +64,18 @@ def probe_folder(system: Any, location: str, path: str) -> None:
 
 
 def list_files(system: Any, path: str) -> dict[str, Mapping[str, Any]]:
-    """Every file below the path, by its name relative to it; the empty name if the path itself is a file."""
+    """Every file below the path, by its name relative to it; the empty name if the path itself is a file.
+
+    The list of an HTTP server has names alone, so each file is asked for its size and version.
+    """
     try:
         paths = system.find(path, detail=True)
     except FileNotFoundError:
         return {}
+    unsized = [file for file, information in paths.items() if information.get("size") is None]
+    if unsized:
+        with ThreadPoolExecutor(NUM_QUESTIONS) as threads:
+            paths |= zip(unsized, threads.map(system.info, unsized), strict=True)
     start = len(path.strip("/"))
     names = {file.strip("/")[start:].strip("/"): information for file, information in paths.items()}
     return {name: information for name, information in names.items() if not name.startswith(PROBE)}
@@ -54,8 +89,13 @@ def read_manifest(system: Any, path: str, files: Mapping[str, Any]) -> str | Non
 
 def version_of(location: str, files: Mapping[str, Mapping[str, Any]]) -> tuple[str, str]:
     """A folder's digest, and that of its version: of what the storage says of the files."""
-    versions = [(name, [str(files[name].get(field)) for field in VERSION_FIELDS]) for name in sorted(files)]
+    versions = [(name, file_version(files[name])) for name in sorted(files)]
     return _digest(location)[:8], _digest(versions)[:16]
+
+
+def file_version(information: Mapping[str, Any]) -> list[str]:
+    """What the storage says of a file that changes with it."""
+    return [str(information.get(field)) for field in VERSION_FIELDS]
 
 
 def _digest(value: Any) -> str:
