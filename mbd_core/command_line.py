@@ -216,7 +216,7 @@ def command_options(run: Callable[..., Any]) -> list[Field]:
 
 
 def by_panel(options: Iterable[Field]) -> list[Field]:
-    """Options in the order of the panels of --help; first those that have none."""
+    """Options in the order of the panels of --help; first the options without a panel."""
     return sorted(options, key=lambda item: PANELS.index(item.flag.panel) if item.flag.panel else -1)
 
 

@@ -149,7 +149,7 @@ def fields_of(kind: type) -> tuple[Field, ...]:
 
 
 def leaves_of(kind: type, defaults: Any = MISSING, path: str = "") -> Iterator[Field]:
-    """The fields of a configuration and of those that it holds, by their paths, but for `Flag(name=False)`.
+    """The fields of a configuration and of its inner configurations, by their paths, but for `Flag(name=False)`.
 
     `defaults` is an instance with other defaults. A field whose values are configurations alone, or nothing, stands
     for the fields of the first of them; a field without help is read from files alone.
@@ -197,7 +197,7 @@ def _merged(instance: Any, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has for a configuration or a path."""
+    """The JSON form of a configuration or a path."""
     if is_dataclass(value):
         return {item.name: getattr(value, item.name) for item in fields(value)}
     if isinstance(value, os.PathLike):

@@ -36,10 +36,10 @@ def check_new_file(path: Path) -> None:
 def check_target_folder(folder: Path, kind: str, *, overwrite: bool = False, in_place: bool = False) -> None:
     """Raise `ValueError` if a folder of `kind` cannot be written at `folder`.
 
-    A folder that does not exist or is empty can be filled; so can one whose manifest a killed process did not finish.
-    With `overwrite` a folder whose manifest says `kind` can be replaced, unless it holds a file that the manifest does
-    not name. `in_place`: it will be filled by `claim_folder`; otherwise it is replaced whole by `folder_beside`, which
-    a mount point or the current folder cannot be.
+    A folder that does not exist or is empty can be filled; so can a folder whose manifest a killed process did not
+    finish. With `overwrite` a folder whose manifest says `kind` can be replaced, unless it holds a file that the
+    manifest does not name. `in_place`: it will be filled by `claim_folder`; otherwise it is replaced whole by
+    `folder_beside`, which a mount point or the current folder cannot be.
     """
     check_name(folder)
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
@@ -129,7 +129,8 @@ def folder_beside(folder: Path, kind: str, *, overwrite: bool = False) -> Iterat
 
 
 def _end_killed(folder: Path) -> None:
-    """Remove what killed processes were writing for `folder`; what they were replacing returns to its place."""
+    """Remove what killed processes were writing for `folder`; the files that they were replacing return to their
+    places."""
     for place in folder.parent.glob(f".{glob.escape(folder.name)}-????????"):
         if not (place / LOCK).is_file():
             continue

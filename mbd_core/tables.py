@@ -112,7 +112,7 @@ PAIRS = ("what", "value")
 
 
 def plain(table: Table, *, width: int) -> str:
-    """A table for a terminal: aligned columns, of which the last one is wrapped."""
+    """A table for a terminal: aligned columns; the last column is wrapped."""
     rows = [] if table.columns == PAIRS else [[str(head) for head in table.columns]]
     for row in table.rows:
         heads = ("", row[0]) if table.columns == PAIRS else table.columns

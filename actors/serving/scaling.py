@@ -24,9 +24,9 @@ def replicas_wanted(
 class TokenPolicy:
     """Computes the wanted number of replicas. Serve applies delays and bounds, and starts the first replica itself.
 
-    The open requests are those at the engines and those that wait in gateways. Serve's own count includes every call,
-    so a client that asks `/health` each second would keep the last replica alive. So Serve's count is used only until
-    the replicas have reported.
+    The open requests are the requests at the engines and the requests that wait in gateways. Serve's own count
+    includes every call, so a client that asks `/health` each second would keep the last replica alive. So Serve's
+    count is used only until the replicas have reported.
     """
 
     def __init__(self, *, target_kv_load: float | None = None) -> None:

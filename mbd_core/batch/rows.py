@@ -90,8 +90,8 @@ class CountColumns(TypedDict, total=False):
 
 
 class DraftColumns(TypedDict, total=False):
-    """The drafted tokens that verifications judged, and those that they confirmed. Folders of earlier versions lack
-    them."""
+    """The numbers of drafted tokens that verifications judged, and that they confirmed. Folders of earlier versions
+    lack them."""
 
     num_drafted_tokens: int | None
     num_confirmed_tokens: int | None

@@ -41,7 +41,7 @@ class ToolChat:
         return cls(**value) if isinstance(value, dict) and "tools" in value else None
 
     def prompt(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        """The prompt's ids. Raises `ValueError` if the model has no template, or one that refuses the chat."""
+        """The prompt's ids. Raises `ValueError` if the model has no template, or its template refuses the chat."""
         return token_ids(tokenizer, [chat_text(tokenizer, self.messages, tools=self.tools)])[0]
 
     def answer_grammar(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) -> Grammar | None:

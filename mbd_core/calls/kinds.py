@@ -11,7 +11,7 @@ MAPS_OF_SHARED = ("$defs", "definitions")
 
 
 def property_schema(schema: Mapping[str, Any], name: str) -> Any:
-    """The schema of an object's property; `{}`, which admits anything, for one that the object's schema lacks."""
+    """The schema of an object's property; `{}`, which admits anything, for a member that the object's schema lacks."""
     properties = schema.get("properties")
     if isinstance(properties, Mapping) and name in properties:
         return properties[name]

@@ -26,7 +26,7 @@ def rollout_numbers(
     of them with a reward.
 
     reward         the mean of the weighted sum; `reward_*` its parts, where they apply
-    unrewarded     answers without any reward; `failed` those whose function or service failed, with its sentences
+    unrewarded     answers without any reward; `failed` answers whose function or service failed, with its sentences
     correct, tpf   means over answers; `tpf_range` the mean over groups of the largest less the smallest
     tokens         useful tokens of an answer; `eos` and `overlong` are shares, `undecoded` is a count
     """

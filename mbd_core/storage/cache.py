@@ -81,7 +81,7 @@ class FolderCache:
                     shutil.rmtree(stage, ignore_errors=True)
 
     def forget_unused(self, *, days: float) -> None:
-        """Remove the entries that nobody has asked for in so many days."""
+        """Remove the entries that nobody has asked for in the last `days` days."""
         oldest = time.time() - days * 86400
         for lock in self.path.glob("*.lock"):
             entry = lock.with_suffix("")

@@ -137,7 +137,7 @@ def add_digests(manifest: dict[str, Any], folder: Path, names: list[str]) -> Non
 
 
 def _check_digests(folder: Path, files: Mapping[str, Mapping[str, Any]], location: str) -> None:
-    """Compare the files with the manifest's digests, but for those that somebody wrote after it."""
+    """Compare the files with the manifest's digests, but for files that somebody wrote after it."""
     try:
         digests = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))[DIGESTS]
     except (OSError, ValueError, KeyError, TypeError):  # nobody noted any

@@ -236,7 +236,7 @@ class Folder:
         return self._place.staged(kind, overwrite=overwrite, keep=keep)
 
     def claim(self, kind: str, files: Sequence[str], *, lock: str) -> FolderClaim:
-        """Make the folder for files that come one by one, whose names match `files`, and be the one that writes them.
+        """Make the folder for files that come one by one, whose names match `files`, and be their only writer.
         What lies there of them stays. `lock` is the name of the file by which others see it, one of `files`. Close it.
 
         Raises `ValueError` as `check_target`, and where another process has locked a local folder.

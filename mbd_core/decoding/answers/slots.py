@@ -1,4 +1,4 @@
-"""What a forward left in a request's slots: the states of a slot, frames for clients, and traces for studies."""
+"""A request's slots after a forward: the states of a slot, frames for clients, and traces for studies."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -28,7 +28,7 @@ class FrameSlot:
     tokens    the block after the forward, `None` where it is masked; positions past the request's budget are left out
     accepted  offsets of the tokens that this forward filled, without tokens carried by the store of the block before
     edited    offsets of the tokens that it overwrote
-    verdict   of a decoding that verifies its drafts
+    verdict   `None` unless the decoding verifies its drafts
     """
 
     state: str
@@ -40,13 +40,13 @@ class FrameSlot:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftVerdict:
-    """What a forward made of the draft of one block.
+    """A forward's verdict on the draft of one block.
 
     drafted    by offset, the token that waits for its judgement after the forward; `None` where none waits
     judged     number of drafted tokens that the forward judged
-    confirmed  offsets of the tokens that it accepted of them
-    refused    offsets whose draft it refused, and where a token of its own stands now; judged tokens behind them fell
-               with them
+    confirmed  offsets of the judged tokens that it accepted
+    refused    offsets of the drafted tokens that it refused and replaced by its own; the judged tokens behind a
+               refused one fell
     """
 
     drafted: tuple[int | None, ...]

@@ -151,8 +151,8 @@ def accept_by_entropy(
 
 
 def accept_from_left(confidence_RNB: Tensor, open_RNB: Tensor, *, gate_RN: Tensor, tau_R: Tensor) -> Tensor:
-    """DMax's acceptance -> (R, N, B) bool: the open positions left of the first one whose confidence does not exceed
-    `tau_R`. If `gate_RN` allows, the leftmost open position is always accepted."""
+    """DMax's acceptance -> (R, N, B) bool: the open positions left of the first position whose confidence does not
+    exceed `tau_R`. If `gate_RN` allows, the leftmost open position is always accepted."""
     confident = confidence_RNB > tau_R[:, None, None]
     prefix = leading(confident | ~open_RNB) & open_RNB
     first = open_RNB & (open_RNB.long().cumsum(-1) == 1)

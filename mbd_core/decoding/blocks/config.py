@@ -282,7 +282,7 @@ def read_decoding(values: Mapping[str, Any]) -> DecodingConfig:
 
 
 def decoding_config(defaults: Mapping[str, Any], overrides: Mapping[str, Any], *, block_size: int) -> DecodingConfig:
-    """A request's config: `overrides`, its own fields, replace those in `defaults` (`generation_config.json`).
+    """A request's config: `overrides`, its own fields, replace the fields of `defaults` (`generation_config.json`).
 
     Other keys in `defaults` are ignored, because Hugging Face keeps many settings there. If one of the two names
     `canvas`, `causal`, `renoise`, `verify` or `edit` and the other decodes otherwise, the method of `overrides`

@@ -1,9 +1,9 @@
 """LLaDA2.2's decoding, literal and on the host: a block of fixed length in which tokens come, change and go.
 
-The model predicts two tokens that are edits. Where it predicts DELETE, the token goes and those behind it move up.
-Where it predicts SPLIT, a mask comes before the token, which moves down with those behind it; the last one falls out
-of the block. The block ends padded with masks. A position that is a mask at the block's begin is *original*, and stays
-so once it is filled, wherever it moves; masks that edits bring are not.
+The model predicts two tokens that are edits. Where it predicts DELETE, the token goes and the tokens behind it move
+up. Where it predicts SPLIT, a mask comes before the token, which moves down with the tokens behind it; the last one
+falls out of the block. The block ends padded with masks. A position that is a mask at the block's begin is *original*,
+and stays so once it is filled, wherever it moves; masks that edits bring are not.
 
 Two programs that serve the model decode differently, and `Levenshtein.variant` names them. Both fill masks over a
 threshold, at least a number of them; both overwrite filled positions; both count the forwards after the last original

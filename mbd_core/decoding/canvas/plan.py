@@ -31,7 +31,7 @@ from mbd_core.decoding.blocks.verification import Draft
 class CanvasTask:
     """One request for a decoder; the fields are the arguments of `canvas_decoder`.
 
-    min_tokens      no position of the answer's first so many becomes a token that ends it
+    min_tokens      none of the answer's first `min_tokens` positions becomes a token that ends it
     stop_token_ids  tokens that end the answer beside `eos_token_ids`
     """
 
@@ -70,7 +70,7 @@ class Query:
                In a causal row each token sees the keys before its position, and itself; otherwise all tokens see the
                keys before the row's first position, and the row
     drafts     the row is of the request's draft adapter, if it has one
-    denoises   its tokens are drawn ones that the model denoises (`models/gemma.py`), conditioned on the embeddings
+    denoises   its tokens are drawn, and the model denoises them (`models/gemma.py`), conditioned on the embeddings
                `expected` (Q, D), on the device; `None`: on nothing
     """
 

@@ -289,8 +289,8 @@ class VerifyingDecoder(PrefixDecoder):
         confirmed: dict[VerifiedBlock, int],
         phase: VerifyPhase,
     ) -> int:
-        """The leading blocks that the forward stored. A draft stores those that were final before; an exact
-        verification those whose drafts it accepts to the end, because its row is the block, in order."""
+        """The leading blocks that the forward stored. A draft stores the blocks that were final before; an exact
+        verification stores the blocks whose drafts it accepts to the end, because its row is the block, in order."""
         number = 0
         for block, was_final in zip(self._blocks, finals, strict=True):
             span = spans.get(block)

@@ -16,7 +16,7 @@ from mbd_core.decoding.causal.prefix import guessed
 class Span:
     """The part of a draft that is judged next: offsets [start, stop) of the block, and the draft of all its masks.
 
-    logits_PV  what the span's tokens were read from
+    logits_PV  the logits that gave the span's tokens
     quota      masks of the block that this draft must fill
     """
 
@@ -40,7 +40,7 @@ class VerifiedBlock:
     draft     a token for every mask, of the last draft; other offsets have their tokens
     span      the part of it that is judged next
     is_settled  whether no token changes any more
-    is_final    and of the blocks before it neither, so that the next draft's forward stores it
+    is_final    whether the blocks before it are settled too, so that the next draft's forward stores it
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class VerifiedBlock:
         return 1.0 - len(self.open) / total if total else 1.0
 
     def window(self, part: int | None) -> list[int]:
-        """The masks that may be filled now: those of the leftmost part of `part` positions that has any."""
+        """The masks that may be filled now: the masks of the leftmost group of `part` positions with a mask."""
         size = part or len(self.tokens)
         return [offset for offset in self.open if offset // size == self.open[0] // size]
 
@@ -96,7 +96,7 @@ class VerifiedBlock:
         return edited
 
     def keep_draft(self, drafted: Guesses) -> None:
-        """Keeps the drafted tokens of masks, beside the tokens of the others."""
+        """Keeps a drafted token for each mask; the other offsets keep their tokens."""
         self.draft = list(self.tokens)
         for position, token in zip(drafted.position_P.tolist(), drafted.token_P.tolist(), strict=True):
             if position - self.start in self.open:
@@ -114,7 +114,7 @@ class VerifiedBlock:
     # -- for traces and frames
 
     def look(self) -> None:
-        """Keeps what the next forward sees."""
+        """Keeps the tokens and masks that the next forward sees."""
         self._seen_tokens, self._seen_open = list(self.tokens), list(self.open)
 
     def slot(self, *, judged: Span | None, confirmed: int, stored: bool, was_final: bool) -> PlannedSlot:

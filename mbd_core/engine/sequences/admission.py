@@ -72,7 +72,7 @@ class Admission:
     num_pages      pages that a sequence can own
     adapters       names of the loaded LoRA adapters, live; a copy in another process has none and leaves the check to
                    the engine
-    ar_adapters    names of those with which the model has an autoregressive mode
+    ar_adapters    names of the adapters with which the model has an autoregressive mode
     grammars       whether the engine can compile grammars
     """
 

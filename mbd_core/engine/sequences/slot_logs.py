@@ -1,4 +1,4 @@
-"""Logs of one sequence's slots on the host: which forward wrote a position, its likeliest tokens, what changed.
+"""Logs of one sequence's slots on the host: the forward that wrote each position, its likeliest tokens, the changes.
 
 A log moves with the slots, and outlives a preemption together with their saved row.
 

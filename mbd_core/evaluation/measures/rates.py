@@ -45,7 +45,7 @@ class GradedSample:
     is_bare  whether it is of an endpoint that says no forwards, or compares log-likelihoods
     seed     the sweep's; under several seeds a problem has several samples
     draw     its number among the drawn answers to its problem; `None` of a greedy sweep
-    vote     of a drawn math answer, the first of those that the grader takes as equal to it
+    vote     of a drawn math answer, the first answer that the grader takes as equal to it
     """
 
     problem: str

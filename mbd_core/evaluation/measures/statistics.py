@@ -31,7 +31,7 @@ class Interval:
 
     @classmethod
     def of_weightings(cls, values_W: np.ndarray) -> "Interval":
-        """The interval of values of which the first is measured on the data, the others on draws."""
+        """The interval of values: the first is measured on the data, the others on draws."""
         return cls.of_draws(values_W[0], values_W[1:])
 
     @property
@@ -147,7 +147,7 @@ def sign_test(wins: int, losses: int) -> float:
 
 
 def p_text(p_value: float, *, equals: str = "") -> str:
-    """A p-value as reports print it; `equals` stands before one that is not too small to be printed."""
+    """A p-value as reports print it; `equals` stands before a number that is not too small to be printed."""
     return "< 0.001" if p_value < 0.001 else f"{equals}{p_value:.3f}"
 
 

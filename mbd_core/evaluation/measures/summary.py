@@ -47,7 +47,7 @@ SamplesByKey = Mapping[ReportKey, Sequence[GradedSample]]
 
 @dataclass(frozen=True, kw_only=True)
 class AupRow:
-    """Both AUPs of a model and method on a task, with what they depend on.
+    """Both AUPs of a model and method on a task, with the settings that they depend on.
 
     eq41, d3llm  without bounds where none can be drawn
     anchor       the slowest point; d3LLM's area up to it is a rectangle without weight, and no point is added at TPF 1

@@ -19,7 +19,7 @@ def check_choice(
 ) -> None:
     """Raise `ValueError` if the best configurations of a sweep that is yet to run could not be chosen or written.
 
-    `folders` has each model's own folder; `None` for one that lies elsewhere, as at a URL.
+    `folders` has each model's own folder; `None` for a model that lies elsewhere, as at a URL.
     """
     for name, folder in folders.items():
         if folder is None:

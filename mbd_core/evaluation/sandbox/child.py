@@ -2,8 +2,8 @@
 
     python -I -S child.py ROLE MODULES ORDER_FD IN_FD OUT_FD VERDICT_FD
 
-`answer`: defines the program and calls its function, with the order's inputs or with those that come on IN_FD. Only
-the results leave the process, on OUT_FD, as plain data; what they should be never enters it. So whatever the program
+`answer`: defines the program and calls its function, with the order's inputs or with the inputs that come on IN_FD.
+Only the results leave the process, on OUT_FD, as plain data; the right results never enter it. So whatever the program
 does to this process, it can send other data at most.
 
 `test`: runs a benchmark's tests. The function that they call is a stand-in which asks the program's process: calls go

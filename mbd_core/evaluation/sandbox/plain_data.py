@@ -1,6 +1,6 @@
 """Values of a candidate's function as text that is safe to read: plain data, with the names of its types.
 
-The process of the candidate encodes, the one that judges decodes; neither runs code of the other. An object that is no
+The candidate's process encodes, the judging process decodes; neither runs code of the other. An object that is no
 plain data arrives as an `Opaque`, which equals nothing. A subclass arrives as its base type, so that a `__eq__` of its
 own has no effect; the name of the outermost type is kept beside the value (EvalPlus compares it). The encoder imports
 nothing, because every candidate's process pays for imports.

@@ -54,7 +54,8 @@ def extract_program(prompt: str, entry_point: str, text: str) -> str:
 
 
 def _definition(answer: str, entry_point: str, before: Sequence["Statement"]) -> str | None:
-    """The program of the longest run that defines the function; one whose function returns something goes first."""
+    """The program of the longest run that defines the function; a program whose function returns something goes
+    first."""
     if entry_point not in answer:
         return None
     silent, budget = None, Budget()

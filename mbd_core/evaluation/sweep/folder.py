@@ -88,7 +88,8 @@ class FolderState:
         return replace(self, record=replace(self.record, **changes))
 
     def owns(self, folder: Path, name: str) -> bool:
-        """Whether a file of the folder, by its relative name, was written by this sweep or one that it replaced."""
+        """Whether a file of the folder, by its relative name, was written by this sweep or a sweep that it
+        replaced."""
         if name in (MANIFEST, RECORD, LOCK) or is_leftover(name, FILES):
             return True
         if Path(name).parts[0] in TABLES:

@@ -74,7 +74,8 @@ def _check_draws(inputs: SweepInputs) -> None:
 
 
 def _check_scores(inputs: SweepInputs) -> None:
-    """Raises `ValueError` for an option that tasks of log-likelihoods do not take, and for one that only they take."""
+    """Raises `ValueError` for an option that tasks of log-likelihoods do not take, and for an option that only they
+    take."""
     options, scored_tasks = inputs.options, [task for task in inputs.tasks if task.inputs.scores]
     if not scored_tasks:
         if options.mc_num != NUM_DRAWS:

@@ -40,7 +40,7 @@ class Wording:
 
 @dataclass(frozen=True, kw_only=True)
 class FewShotExample:
-    """A solved problem that stands before the one that is asked."""
+    """A solved problem that stands before the question."""
 
     question: str
     answer: str

@@ -26,7 +26,7 @@ LONGEST_ANSWER = 4096  # MBD-LMs, Table 4: "Max New" of every row
 class TaskPrompt:
     """How a recipe asks one task.
 
-    num_examples   solved problems before the one that is asked; `choice` says which of the user's file
+    num_examples   solved problems before the question; `choice` says which of the user's file
     max_tokens     an answer's tokens, at most
     stop           strings that end an answer; they are cut off
     text_by        whose words the prompt has

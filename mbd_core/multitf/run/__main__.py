@@ -24,7 +24,7 @@ def run(
     options: RunOptions,
     plain: PlainOptions,
 ) -> None:
-    """Train a recipe without Ray: in this process, or in those that torchrun started."""
+    """Train a recipe without Ray: in this process, or in the processes that torchrun started."""
     if plain.plan is None:
         train_alone(choice, changes, options, plain)
         return

@@ -24,7 +24,7 @@ Points = Sequence[Mapping[str, float]]
 
 
 def moving_mean(values: Sequence[float], window: int) -> np.ndarray:
-    """Of each value the mean of it and of those before it, `window` at most."""
+    """For each value, the mean of the last `window` values up to it."""
     sums = np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=float))])
     ends = np.arange(1, len(values) + 1)
     starts = np.maximum(0, ends - window)
@@ -32,7 +32,7 @@ def moving_mean(values: Sequence[float], window: int) -> np.ndarray:
 
 
 def draw_losses(points: Points, path: Path | BinaryIO, *, title: str) -> None:
-    """Write the plot of a run's points, of which there is at least one, as PNG."""
+    """Write the plot of a run's points, at least one, as PNG."""
     singles = SINGLE | {name: label for name, label in SWEEP_PANELS.items() if any(name in point for point in points)}
     columns = 3 if len(singles) == len(SINGLE) else 4
     figure = Figure(figsize=(5.0 * columns, 7.6), layout="constrained")

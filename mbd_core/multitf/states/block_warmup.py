@@ -25,7 +25,7 @@ def in_blocks(example: Example, states: StateConfig) -> tuple[Example, StateConf
 
 
 def longest_length(length: int, states: StateConfig) -> int:
-    """The tokens of the longest sample at any update, for one that has `length` tokens with its fill."""
+    """The tokens of the longest sample at any update, if it has `length` tokens with its fill."""
     return max(
         filled_length(length, min(size, length)) for _, size in (*states.block_warmup, (1.0, states.block_size))
     )

@@ -1,9 +1,9 @@
 """On-policy distillation's rows: of each noise-group of a rollout one drawn state, all of whose masks are labels.
 
 OPDLM (arXiv:2606.06712) draws one state of each block, independently. A rollout of several slots has noise-groups
-instead: a state's window of blocks. From the answer's first block on, a forward is drawn among those that decided a
-token of the block; its state counts the block and the blocks behind it in its window, and the next draw is of the
-first block behind these. So every block counts once, in a state that the engine was in. With one slot, and with
+instead: a state's window of blocks. From the answer's first block on, a forward is drawn among the forwards that
+decided a token of the block; its state counts the block and the blocks behind it in its window, and the next draw is
+of the first block behind these. So every block counts once, in a state that the engine was in. With one slot, and with
 block-local states, a group is a block, as in OPDLM.
 
 Shape legend: L positions of an answer with its prompt.

@@ -92,8 +92,8 @@ class ReplayState:
     """The content of a noisy stream; all (L).
 
     is_there    the positions that it has
-    is_visible  those whose tokens it shows; the others are masks
-    is_label    those whose tokens it predicts
+    is_visible  positions whose tokens it shows; the others are masks
+    is_label    positions whose tokens it predicts
     first       the first block of each position's window
     """
 

@@ -31,8 +31,8 @@ def check_peft() -> None:
 def add_adapter(model: Decoder, settings: LoraSettings, *, seed: int) -> CurrentDraws:
     """Puts a fresh adapter on the model. The model computes as before, and only the adapter is trained from now on.
 
-    Its dropout draws for the samples in the result. The adapter of a model without values (on the meta device) has no
-    values either, until `fill_adapter`.
+    The result names the samples for which its dropout draws. The adapter of a model without values (on the meta
+    device) has no values either, until `fill_adapter`.
     """
     check_peft()
     from peft import LoraConfig
@@ -87,7 +87,7 @@ def check_start(start: Adapter, settings: LoraSettings) -> None:
 
 @torch.no_grad()
 def begin_adapter(model: Decoder, start: Adapter) -> None:
-    """Gives the model's adapter the factors of another one (`check_start`), so that it computes what that one does.
+    """Gives the model's adapter the factors of another one (`check_start`), so that both compute the same.
 
     Where the model is cut among workers, each takes its part. Raises `ValueError` if the other lacks a projection.
     """
@@ -131,7 +131,7 @@ def without_adapter(model: Decoder) -> Iterator[None]:
 def merge_adapter(model: Decoder) -> None:
     """Adds the adapter to the weights that it adapts, which leaves a plain model. Without an adapter it does nothing.
 
-    A 4-bit base gets it on the dequantised weights, as in computing. Every worker of a sharded model calls it, and
+    A 4-bit base is dequantised first, as in a forward. Every worker of a sharded model calls it, and
     adds to its own part of each weight.
     """
     dequantize_base(model)

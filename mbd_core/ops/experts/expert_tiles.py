@@ -25,8 +25,8 @@ tl: Any = None  # triton.language, set when a kernel is compiled
 class SortedTiles(NamedTuple):
     """Assignments by expert, cut into tiles.
 
-    `order_A` (int64): assignments by expert, those without an expert last. `expert_N`, `first_N`, `end_N` (int32):
-    each tile's expert and rows of that order. A tile without rows has end = first.
+    `order_A` (int64): assignments by expert; assignments without an expert come last. `expert_N`, `first_N`, `end_N`
+    (int32): each tile's expert and rows of that order. A tile without rows has end = first.
     """
 
     order_A: Tensor

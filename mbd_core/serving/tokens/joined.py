@@ -45,7 +45,7 @@ class JoinedAnswer:
         return self.add(step if self._weights is None else replace(step, weights=self._weights))
 
     def next_request(self, *, from_the_start: bool = False) -> Request:
-        """The request for the rest, or for the whole answer again; the one that ran has ended."""
+        """The request for the rest, or for the whole answer again; the request that ran has ended."""
         if self._last is not None:
             self._earlier, self._last = _sum(self._earlier, self._last), None
         if from_the_start:

@@ -51,7 +51,7 @@ def author_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_edited(generation: Mapping[str, Any]) -> bool:
-    """Whether decoding fields differ from those that a choice wrote; `False` where it does not record them."""
+    """Whether decoding fields differ from the fields that a choice wrote; `False` where it does not record them."""
     choice = generation.get(CHOSEN)
     choice_fields = choice.get("written") if isinstance(choice, Mapping) else None
     return choice_fields is not None and choice_fields != {
@@ -70,7 +70,8 @@ def edit_notes(folders: Mapping[str, Path]) -> list[str]:
 
 
 def write_best(folder: Path, point: BestPoint) -> None:
-    """Make the chosen configuration the folder's own; `ValueError` for one that the model cannot honour."""
+    """Make the chosen configuration the folder's own; `ValueError` for a configuration that the model cannot
+    honour."""
     defaults = author_defaults(load_generation_defaults(folder))
     config = decoding_fields(point.best.config)
     # parts that leave few other fields

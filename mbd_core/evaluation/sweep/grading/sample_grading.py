@@ -118,7 +118,7 @@ def _grade_sample(task: Task, sample: Sample) -> SampleGrade:
 
 
 def summary(problem_set: ProblemSet, sample_grades: Sequence[SampleGrade]) -> dict[str, Any]:
-    """The counts, and what they depend on."""
+    """The counts, and the versions and settings that they depend on."""
     programs = problem_set.task.grader.programs
     grades = [item.grade for item in sample_grades]
     counts = {

@@ -50,7 +50,7 @@ def same_number(answer: str | None, reference: str) -> bool:
 
 
 def boxed(text: str) -> str | None:
-    """The content of the last box, `\\boxed{...}`, `\\fbox{...}` or `\\boxed 9`; `None` without one that is closed."""
+    """The content of the last box, `\\boxed{...}`, `\\fbox{...}` or `\\boxed 9`; `None` without a closed box."""
     text = BARE_BOX.sub(r"\\boxed{\1}", text)
     boxes = list(_closed_boxes(text))
     if not boxes:

@@ -50,7 +50,7 @@ _POWERS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3}
 
 
 def unit_of(suffix: str) -> str | None:
-    """A unit's name, empty for one that is not known; `None` if the text is no unit."""
+    """A unit's name, empty for an unknown unit; `None` if the text is no unit."""
     match = _UNIT.fullmatch(suffix)
     if match is None:
         return None

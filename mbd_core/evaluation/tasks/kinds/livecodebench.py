@@ -33,7 +33,7 @@ MEMORY_BYTES = 4 << 30
 SPARE_BYTES = 1 << 16
 LONGEST_TESTS = 1 << 30  # bytes of a problem's tests
 
-# What stands before every program, as in the benchmark: these modules' names, the modules, and a deep recursion.
+# The text before every program, as in the benchmark: these modules' names, the modules, and a deep recursion.
 _MODULES = (
     *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
     *("itertools", "functools", "operator", "io", "sys", "json"),
@@ -42,7 +42,7 @@ PREAMBLE = "".join(f"from {name} import *\n" for name in (*_MODULES, "builtins",
 PREAMBLE += f"import {', '.join(_MODULES)}\nsys.setrecursionlimit(50000)\n"
 READER, METHOD = "wrapped_function", "tested_method"
 
-# What its prompt says of the answer's form, below the question.
+# The prompt's instruction on the answer's form, below the question.
 WITH_STARTER = (
     "You will use the following starter code to write the solution to the problem and enclose your code within "
     "delimiters.\n```python\n{starter}\n```"
@@ -67,7 +67,7 @@ class ContestRow(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """The contests' dates from `first` to `last`, both included: days, or months. An empty one is no bound."""
+    """The contests' dates from `first` to `last`, both included: days, or months. An empty text is no bound."""
 
     first: str = ""
     last: str = ""
@@ -108,7 +108,7 @@ def _day(text: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ContestProblem:
-    """What grading needs of a row: the tests as they are in the file, and the tested method, if it is one."""
+    """The columns of a row that grading needs: the tests as in the file, and the name of a tested method."""
 
     function: str
     public: str
@@ -154,7 +154,7 @@ class ContestProblem:
 
 
 def answer_form(starter: str) -> str:
-    """What the benchmark's prompt says of the answer: a program of its own, or one that goes on from `starter`."""
+    """The benchmark's instruction on the answer: a whole program, or a program that continues `starter`."""
     return WITH_STARTER.format(starter=starter) if starter else WITHOUT_STARTER
 
 
@@ -205,7 +205,7 @@ def _decompressed(text: str) -> str:
 
 
 def extract_code(text: str) -> str:
-    """The program in an answer, by the benchmark's rule: what stands between the last two lines with a fence."""
+    """The program in an answer, by the benchmark's rule: the text between the last two lines with a fence."""
     lines = text.split("\n")
     fences = [number for number, line in enumerate(lines) if "```" in line]
     return "\n".join(lines[fences[-2] + 1 : fences[-1]]) if len(fences) > 1 else ""
@@ -230,7 +230,7 @@ def reading_program(program: str) -> str:
 
 def method_program(program: str, function: str) -> str:
     """A program with the tested method as `tested_method`: `Solution`'s method, or a function of that name. The
-    function must be the program's own, not one that a module brings, like `add`."""
+    function must be the program's own, not a function that a module brings, like `add`."""
     if "class Solution" in program:
         return f"{PREAMBLE}\n{program}\n\n{METHOD} = Solution().{function}\n"
     return f"{PREAMBLE}{function} = None\n{program}\n\n{METHOD} = {function}\n"
@@ -257,13 +257,13 @@ def _same_line(line: str, expected: str) -> bool:
 
 
 def same_result(out: Any, expected: Any) -> bool:
-    """Whether a method returned what is expected; a tuple is as good as a list."""
+    """Whether a method returned the expected value; a tuple is as good as a list."""
     return bool((list(out) if isinstance(out, tuple) else out) == expected)
 
 
 @functools.lru_cache(maxsize=4)
 def _calls(reference: str) -> tuple[list[Call], list[Any]]:
-    """The calls of a packed problem, and what they should give."""
+    """The calls of a packed problem, and their expected results."""
     problem = ContestProblem.unpack(reference)
     tests = problem.tests()
     arguments: list[Sequence[Any]] = [

@@ -1,4 +1,4 @@
-"""Tasks whose answer is a number or an expression: GSM8K, MATH, and those that are generated."""
+"""Tasks whose answer is a number or an expression: GSM8K, MATH, and the generated tasks."""
 
 from typing import NotRequired, TypedDict
 

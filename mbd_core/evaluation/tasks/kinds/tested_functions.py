@@ -1,4 +1,4 @@
-"""Tasks whose answer is a function that a benchmark's tests call: HumanEval, MBPP, and one that is generated."""
+"""Tasks whose answer is a function that a benchmark's tests call: HumanEval, MBPP, and a generated task."""
 
 import ast
 import builtins
