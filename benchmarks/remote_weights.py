@@ -8,20 +8,18 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Annotated, Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Annotated, Any
 
 from benchmarks.measuring import markdown
 from jobs.command_line import JsonFile
-from mbd_core.checkpoint.loading import load_model
 from mbd_core.command_line import CommandText, command
 from mbd_core.fields import DATA, MODEL, Flag, Ge
 from mbd_core.files import check_new_file, write_json
-from mbd_core.models.shard import Shard
 from mbd_core.storage.folder import Folder
 from mbd_core.storage.streamed import Bytes, RangeReader
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 COLUMNS = {
     "ranks": "ranks",
@@ -51,13 +49,25 @@ class CountedReader:
 
 def load_part(folder: str, rank: int, ranks: int) -> int:
     """A rank loads its part of the model. Returns the bytes that came from the URL."""
+    import torch
+
+    from mbd_core.checkpoint.loading import load_model
+    from mbd_core.models.shard import Shard
+
     torch.set_num_threads(1)
     CountedReader.start()
     load_model(Path(folder), shard=Shard(rank=rank, size=ranks), reduce=_alone)
     return CountedReader.num_bytes
 
 
-def _alone(partial: Tensor) -> Tensor:
+def start_process() -> None:
+    """Import what `load_part` needs. It takes so long that each process gets one call."""
+    import mbd_core.checkpoint.loading  # noqa: F401
+
+    time.sleep(1)
+
+
+def _alone(partial: "Tensor") -> "Tensor":
     """In the place of the sum over ranks: no forward is computed."""
     return partial
 
@@ -66,7 +76,7 @@ def measured(url: str, ranks: int, place: Path) -> Iterator[dict[str, Any]]:
     """Both ways by so many processes; what is fetched goes below `place` and is removed."""
     folder, context = Folder.at(url), get_context("spawn")
     with ProcessPoolExecutor(ranks, mp_context=context) as processes:
-        for done in [processes.submit(time.sleep, 1) for _ in range(ranks)]:  # each has started and imported
+        for done in [processes.submit(start_process) for _ in range(ranks)]:
             done.result()
 
         def load(local: str) -> int:
