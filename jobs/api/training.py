@@ -156,7 +156,7 @@ class Names:
         self._others = {item.name for item in leaves_of(RunOptions)} | {*RecipeChoice.__dataclass_fields__}
 
     def check(self, name: str) -> None:
-        """Raise `ValueError` for an unknown name, or for one that needs (or forbids) a cluster."""
+        """Raise `ValueError` for an unknown name, or for a name that needs (or forbids) a cluster."""
         known = {*self.paths, *self.parts, *self._others, *(OF_CLUSTER if self.on_cluster else ALONE)}
         if name in known:
             return

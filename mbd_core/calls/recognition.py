@@ -54,7 +54,7 @@ def recognised(render: Render) -> CallForm | None:
 
 
 def _shown(render: Render, number: int, *, content: str = "", json_text: bool = False, null_text: bool = False) -> str:
-    """A chat with so many probe calls, or nothing if the template refuses it."""
+    """A chat with this number of probe calls, or nothing if the template refuses it."""
     answer: dict[str, Any] = {"role": "assistant", "content": None if null_text and not content else content}
     answer["tool_calls"] = list(_turns_calls(number, json_text=json_text))
     try:

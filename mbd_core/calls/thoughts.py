@@ -80,7 +80,7 @@ class Thoughts:
 
 
 def thoughts_behind(prompt: str, form: ThoughtForm | None) -> Thoughts | None:
-    """The thoughts of an answer to a prompt, of which the end is enough; `None` if the prompt has ended them."""
+    """An answer's thoughts; `None` if the prompt has ended them. The prompt's last characters suffice."""
     prompt = prompt.rstrip()
     if form is None or prompt.endswith(form.end):
         return None

@@ -85,7 +85,7 @@ def _lines(folder: Folder, name: str) -> Iterator[dict[str, Any]]:
 
 
 def state_name(iterations: int) -> str:
-    """The file of the learner's state after so many iterations."""
+    """The file of the learner's state after this number of iterations."""
     return f"learner/{iterations:05d}.pt"
 
 

@@ -40,7 +40,7 @@ from mbd_core.decoding.blocks.work import ALL_WORK, StepWork
 
 @dataclass(frozen=True)
 class Commit:
-    """What one step did, on the buffer's device. Slots are those before the slide.
+    """What one step did, on the buffer's device. Slots are counted before the slide.
 
     num_blocks_R    blocks that this step's forward stored and that have left the buffer
     tokens_RNB      all tokens after the step; the first `num_blocks_R` slots are the committed ones

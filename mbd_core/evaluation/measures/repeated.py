@@ -19,7 +19,7 @@ MOST_SUBSETS = 200
 class Repeated:
     """A configuration's numbers in percent, by k; `maj_at` is empty for programs, which have no equal answers.
 
-    num_samples  answers to each of `num_problems`, the fewest of any
+    num_samples  the least number of answers that any of the `num_problems` has
     """
 
     num_problems: int

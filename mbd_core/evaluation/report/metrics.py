@@ -64,7 +64,7 @@ class ReportMetric:
         return value
 
     def text(self, value: float | None) -> str:
-        """A value, or a dash for what is not known."""
+        """A value, or a dash for an unknown value."""
         return "-" if value is None else format(value, self.form)
 
 
@@ -183,7 +183,7 @@ ACCURACY, TPF, NFE = METRICS["accuracy"], METRICS["tpf"], METRICS["nfe"]
 
 
 def metric_table() -> Table:
-    """What the columns of a report's tables mean."""
+    """The meanings of the columns of a report's tables."""
     return Table(
         title="What the numbers are",
         lead=(

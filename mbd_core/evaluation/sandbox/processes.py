@@ -1,4 +1,4 @@
-"""Processes for programs that a model wrote: what they can reach, and what they can use up.
+"""Processes for programs that a model wrote: their reach, and their limits.
 
 With bubblewrap (`bwrap`) a process has its own namespaces (no other process, no network), sees the system's libraries
 and Python read-only and no other file, not even `/proc`, and has a small throw-away folder. Where bubblewrap is absent
@@ -46,7 +46,7 @@ SPARE_USERS = 1 << 14
 ALL_NEW = ["--unshare-all"]
 LIBRARIES = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
-ISOLATED: tuple[Isolation, ...] = ("bubblewrap", "landlock")  # what is right cannot be read there
+ISOLATED: tuple[Isolation, ...] = ("bubblewrap", "landlock")  # the right results cannot be read there
 MEANING: dict[str, str] = {
     "bubblewrap": "bubblewrap: own namespaces, no files but Python's, no network, a filter of system calls",
     "landlock": "Landlock and a filter of system calls: no files but Python's, no writes, no network, no processes",
@@ -78,10 +78,10 @@ class Contained:
     def read_line(self, *, seconds: float, longest: int, others: Sequence["Contained"] = ()) -> bytes | None:
         """The next line without its end, `None` when there is none any more.
 
-        Raises `OverflowError` if it is longer than `longest` bytes, and `TimeoutError` if it takes the process, and
-        those of `others` that it waits for, more than `seconds`: of wall time, without what they wait for a processor
-        that others use, but for at most `PATIENCE` times as long. So a busy machine fails no right program, and one
-        that sleeps holds its place no longer than on a free machine.
+        Raises `OverflowError` if the line is longer than `longest` bytes. Raises `TimeoutError` if the process, and
+        the `others` that it waits for, take more than `seconds` for it. This is wall time without their waits for a
+        busy processor; the whole takes at most `PATIENCE` times as long. So a busy machine fails no right program,
+        and a program that sleeps holds its place no longer than on a free machine.
         """
         start = time.monotonic()
         usage_before = ProcessorUse() if b"\n" in self._buffer else self._usage(others)
@@ -190,7 +190,7 @@ def contained(
 ) -> Iterator[Contained]:
     """A process of `child.py`, which is killed at the end of the body.
 
-    Its lines are those of the program's answers, or, where `output_fd` takes these, of the verdict.
+    Its lines are the program's answers, or the verdict where `output_fd` takes the answers.
     """
     walls = isolation or available_isolation()
     with _contained_process(role, order, limits, input_fd, output_fd, walls, own_user=has_own_user(walls)) as process:
@@ -232,7 +232,7 @@ def _contained_process(
 
 
 def _walls(isolation: Isolation, *, own_user: bool) -> dict[str, Any] | None:
-    """What the process does to itself before it runs the program: `sandbox_child.confine`."""
+    """The order to confine itself that the process carries out before it runs the program (`child.confine`)."""
     if isolation == "limits":
         return None
     strict = isolation != "bubblewrap"
@@ -283,7 +283,7 @@ def _start(
 
 
 def interpreter() -> Path:
-    """This Python's own program, not that of a virtual environment."""
+    """This Python's own program, not a virtual environment's."""
     return Path(getattr(sys, "_base_executable", sys.executable)).resolve()
 
 

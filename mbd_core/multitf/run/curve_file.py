@@ -1,4 +1,4 @@
-"""`losses.jsonl` of a run: a line an update, written as they are done; the update's point of the curve, and its speed.
+"""`losses.jsonl` of a run: a line for each update, written when it is done: its point of the curve, and its speed.
 
 Equal runs have equal points and never equal speeds: checkpoints hold the curve, and only this file the speeds.
 """
@@ -12,7 +12,7 @@ LOSSES = "losses.jsonl"
 SPEEDS = ("seconds", "tokens_per_second", "mfu")
 """An update's wall time, the tokens without padding that it computed in a second, its share of the devices' peak."""
 
-SWEEP = "sweep_"  # how the names of a sweep's numbers begin, which come after their update
+SWEEP = "sweep_"  # the prefix of a sweep's numbers, which come after their update
 
 Point = dict[str, float]
 

@@ -67,7 +67,7 @@ class Lesson:
 
 
 def end_of(text: Sequence[int], eos_token_ids: Collection[int]) -> int:
-    """The place of the first EOS of those that end and fill a text; its length if none ends it."""
+    """The place of the first EOS among the EOS tokens that end and fill a text; its length if none ends it."""
     end = len(text)
     while end > 0 and text[end - 1] == text[-1] and text[-1] in eos_token_ids:
         end -= 1

@@ -86,7 +86,7 @@ def drawn_rows(
 def learned_row(
     grid: AnswerGrid, drawn: Sequence[ReplayState], *, mask_token_id: int, shift: bool = False
 ) -> SequenceColumns:
-    """The sequence of these states, those without a label left out, if they are not all."""
+    """The sequence of the states that have a label; of the first state if none has."""
     kept = [state for state in drawn if state.is_label.any()] or [drawn[0]]
     columns = state_columns(grid, kept, mask_token_id=mask_token_id, shift=shift)
     has_label = columns["labels"] != IGNORE
