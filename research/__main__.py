@@ -13,6 +13,10 @@ COMMANDS = {
     ),
     "ship": ("research.real.ship", "a trained adapter as a shipped one"),
     "rl": ("research.rl.study", "what reinforcement learning adds to ledger-mbd: arms, seeds, verdicts"),
+    "teacher": (
+        "research.rl.teacher",
+        "what ledger-mbd learns from itself at one slot, beside a reward and solutions",
+    ),
     "gate": ("research.ledger.gate", "whether a model leaves room for the study on ledger-mini"),
     "alignment": (
         "research.alignment.study",

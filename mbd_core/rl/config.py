@@ -97,10 +97,19 @@ class HeldOutConfig:
     """Where they lie for a task that is not generated (generated: the split valid)."""
     thresholds: Annotated[tuple[float, ...], Flag(panel=DECODING, commas=True)] = (0.8, 0.9, 0.95)
     """Thresholds tau_m2t of the front."""
+    keep_best: Annotated[bool, Flag(panel=OUTPUT)] = True
+    """Write the model with the best front to `best`: the mean over thresholds of accuracy times TPF."""
+    patience: Annotated[int, Ge(0), Flag(panel=UPDATES)] = 0
+    """The run ends after this many successive sweeps without a better front; 0: never."""
 
     def __post_init__(self) -> None:
         if not self.thresholds:
             raise ValueError("thresholds names none; give at least one")
+        if self.patience and not self.evaluate_every:
+            raise ValueError(
+                f"patience={self.patience} counts sweeps of held-out problems, and evaluate_every=0 makes none: give "
+                "one of them"
+            )
 
 
 @configuration(panel=STATES)
@@ -212,8 +221,9 @@ def as_recorded(recipe: RLRecipe) -> dict[str, Any]:
 
 
 FREE = ("iterations", "checkpoint_every", "samples_every", "most_idle")
+FREE_OF_HELD_OUT = ("keep_best", "patience")
 FREE_OF_REWARDS = ("reward_seconds", "judge_patience", "judge_concurrency", "judge_key", "on_reward_error")
-"""The fields that a resumed run may change: its own, and those of its rewards."""
+"""The fields that a resumed run may change: its own, those of its sweeps, and those of its rewards."""
 
 
 SINCE_ADDED = {
@@ -231,5 +241,6 @@ def other_settings(recorded: Mapping[str, Any], recipe: RLRecipe) -> str:
         ours.pop(name, None)
     for fields in (theirs, ours):
         fields["rewards"] = {n: value for n, value in fields["rewards"].items() if n not in FREE_OF_REWARDS}
+        fields["held_out"] = {n: value for n, value in fields["held_out"].items() if n not in FREE_OF_HELD_OUT}
         fields["train"] = {name: value for name, value in fields["train"].items() if name != "steps"}
     return differing_fields(theirs, ours)

@@ -6,6 +6,7 @@
     iterations.jsonl                  a line an iteration; held_out.jsonl: a line a point of a front
     samples/00003.html                a page that replays two answers of an iteration
     model/                            the model, once all iterations are done
+    best/                             the model with the best front of held-out problems until now
 
 Every file is whole or not there: none grows. The learner's state says where a run is: rollouts of iterations before it
 have been learned from, and are never read again. What lies there of later ones is used if the weights that made it are
@@ -35,10 +36,11 @@ RECORD, ITERATIONS, HELD_OUT, PLOT, FAILURE, LOCK = (
     "failure.txt",
     ".run.lock",
 )
+MODEL, BEST = "model", "best"
 STATES, PARTS = "learner/*.pt", "rollouts/*/part-*.parquet"
 FILES = (
     *(RECORD, ITERATIONS, HELD_OUT, PLOT, FAILURE, LOCK, IDS),
-    *("rollouts/*/*.parquet", STATES, "samples/*.html", "tensorboard/*", "model/*"),
+    *("rollouts/*/*.parquet", STATES, "samples/*.html", "tensorboard/*", "model/*", "best/*"),
 )
 PartTable = Literal["part", "scores"]
 

@@ -34,7 +34,7 @@ from mbd_core.multitf.run.log import IDS, say
 from mbd_core.multitf.run.log_targets import open_logs
 from mbd_core.rl.config import RLRecipe, as_recorded
 from mbd_core.rl.executor import LearnerLost, RLExecutor
-from mbd_core.rl.folder import HELD_OUT, ITERATIONS, PLOT, RunFolder, state_name
+from mbd_core.rl.folder import BEST, HELD_OUT, ITERATIONS, MODEL, PLOT, RunFolder, state_name
 from mbd_core.rl.groups import REASONS, Reason, RewardedAnswer, advantages, weighted_sum, why_idle
 from mbd_core.rl.parts import RewardFailed
 from mbd_core.rl.record import (
@@ -46,6 +46,7 @@ from mbd_core.rl.record import (
     group_numbers,
     progress_line,
     rollout_numbers,
+    sweeps_since_best,
 )
 from mbd_core.rl.rollouts import RolloutPlan, decided, replayed
 from mbd_core.rl.rows import ScoredRow
@@ -90,16 +91,22 @@ class RLRun:
         loggers = self._loggers(done)
         try:
             self._hold_out(done, fronts)
-            waiting = self._begin(done) if done < recipe.iterations else iter(())
+            end = done if self._is_out_of_patience(fronts) else recipe.iterations
+            waiting = self._begin(done) if done < end else iter(())
             num_idle, ends = 0, False
-            for iteration in range(done, recipe.iterations):
+            for iteration in range(done, end):
                 line, waiting = self._iterate(iteration, waiting)
                 lines.append(line)
                 folder.write_lines(ITERATIONS, lines)
                 after = iteration + 1
                 num_idle = num_idle + 1 if line["idle"] else 0
                 ends = num_idle == recipe.most_idle > 0
-                if after % recipe.checkpoint_every == 0 or after == recipe.iterations or ends:
+                is_last = after == recipe.iterations or ends
+                if (
+                    is_last
+                    or after % recipe.checkpoint_every == 0
+                    or (recipe.held_out.patience and self._sweeps(after))
+                ):
                     folder.check_ours()
                     executor.save(folder.folder, state_name(after))
                     folder.drop_older_states(after)
@@ -114,7 +121,7 @@ class RLRun:
                 for logger in loggers:
                     logger.amend(iteration, new_points) if new_points else None
                     logger.flush()
-                if ends:
+                if ends or self._is_out_of_patience(fronts):
                     break
         finally:
             for logger in loggers:
@@ -270,9 +277,8 @@ class RLRun:
 
     def _hold_out(self, version: int, fronts: list[RecordedNumbers]) -> dict[str, float]:
         """Sweeps the held-out problems if a sweep is due after this iteration and not done; returns its numbers."""
-        every, sweep = self.recipe.held_out.evaluate_every, self.plan.held_out
-        is_due = sweep is not None and (version % every == 0 or version == self.recipe.iterations)
-        if not is_due or any(line["iteration"] == version for line in fronts):
+        sweep = self.plan.held_out
+        if not self._sweeps(version) or any(line["iteration"] == version for line in fronts):
             return {}
         assert sweep is not None
         parts = cut(list(sweep.rows()), rows_per_part=sweep.engine.max_rows)
@@ -285,6 +291,9 @@ class RLRun:
             summary: Summary = summarize([graded_sample(row) for row in of_threshold])
             fronts.append(front_line(version, threshold, summary))
             values |= {f"sweep_{name}_{threshold:g}": fronts[-1][name] for name in ("accuracy", "tpf")}
+        if version and self.recipe.held_out.keep_best and not sweeps_since_best(fronts):
+            best = self._write_model(BEST)  # before the lines, by which a run that goes on knows of it
+            say(f"the best front until now: its model is {best}")
         self.folder.write_lines(HELD_OUT, fronts)
         points = "  ".join(
             f"{line['accuracy']:.3f} at TPF {line['tpf']:.2f} (tau {line['tau_m2t']:g})"
@@ -292,6 +301,19 @@ class RLRun:
         )
         say(f"held out after {version} iterations: {points}")
         return values
+
+    def _sweeps(self, version: int) -> bool:
+        """Whether held-out problems are swept after so many iterations."""
+        every = self.recipe.held_out.evaluate_every
+        return bool(every) and (version % every == 0 or version == self.recipe.iterations)
+
+    def _is_out_of_patience(self, fronts: Sequence[RecordedNumbers]) -> bool:
+        """Whether as many sweeps in a row as the recipe waits had no better front; it is said."""
+        patience, since = self.recipe.held_out.patience, sweeps_since_best(fronts)
+        if not 0 < patience <= since:
+            return False
+        say(f"the run ends: {since} sweeps in a row had no better front (--patience {patience})")
+        return True
 
     def _write_samples(self, iteration: int, rows: Sequence[ScoredRow]) -> None:
         every = self.recipe.samples_every
@@ -320,9 +342,9 @@ class RLRun:
             folder.write_text(IDS, json.dumps(ids))
         return list(loggers)
 
-    def _write_model(self) -> Folder:
+    def _write_model(self, name: str = MODEL) -> Folder:
         """Write the model of the learner's weights, with all that its start's folder has beside them."""
-        folder, start = self.folder.folder / "model", self.plan.start
+        folder, start = self.folder.folder / name, self.plan.start
         model = load_model(start, dtype=torch.float32)
         model.load_state_dict(self.executor.weights())
         base = read_base(start)

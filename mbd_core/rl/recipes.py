@@ -59,7 +59,18 @@ TINY_OPD = replace(
 """On-policy distillation: `ledger-mbd` with four slots learns from itself block by block. For an adapted base the
 teacher is `base`, which reads causally (docs/guide/rl.md)."""
 
-RL_RECIPES = {recipe.name: recipe for recipe in (LEDGER_RL, TINY_RL, TINY_OPD)}
+LEDGER_OPD = replace(
+    TINY_OPD,
+    name="ledger-opd",
+    rollouts=replace(TINY_OPD.rollouts, prompts=64),
+    train=replace(TINY_OPD.train, lr=1e-3, warmup=2, schedule="linear", optimizer="muon", betas=(0.9, 0.95)),
+    held_out=HeldOutConfig(evaluate_every=10, held_out=200, thresholds=(0.8, 0.85, 0.9, 0.95)),
+    iterations=20,
+)
+"""1,280 answers of `ledger-mbd`, taught by the same weights at one slot. The learning rate falls to 0: at a constant
+one a model ends in the noise of its last updates. What it gains stands in research/README.md."""
+
+RL_RECIPES = {recipe.name: recipe for recipe in (LEDGER_RL, LEDGER_OPD, TINY_RL, TINY_OPD)}
 
 
 def rl_recipe_named(name: str) -> RLRecipe:

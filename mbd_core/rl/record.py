@@ -96,6 +96,21 @@ def front_line(iteration: int, threshold: float, summary: Summary) -> dict[str, 
     }
 
 
+def front_value(lines: Sequence[RecordedNumbers]) -> float:
+    """How good the points of one front are together: the mean of accuracy times TPF."""
+    return fmean(line["accuracy"] * line["tpf"] for line in lines)
+
+
+def sweeps_since_best(fronts: Sequence[RecordedNumbers]) -> int:
+    """How many sweeps there were since the one with the best front, the first of equal ones; 0 where it is the last,
+    or there is none."""
+    of_sweep: dict[int, list[RecordedNumbers]] = {}
+    for line in fronts:
+        of_sweep.setdefault(line["iteration"], []).append(line)
+    values = [front_value(lines) for _, lines in sorted(of_sweep.items())]
+    return len(values) - 1 - values.index(max(values)) if values else 0
+
+
 def progress_line(line: RecordedNumbers, iterations: int, seconds_each: float) -> str:
     """An iteration in one line."""
     left = (iterations - line["iteration"] - 1) * seconds_each

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 RECORD = "study.json"
 METHOD = "study"
 TRAINED = ("iteration", "answers_learned", "correct", "tpf", "tokens", "labels", "kl_reference", "entropy", "d_max")
+"""The numbers of an iteration that are kept; those that an objective lacks are empty."""
 
 
 @configuration(panel=DATA)

@@ -296,7 +296,7 @@ def test_bad_input_is_one_sentence(tiny_model_dir: Path, tmp_path: Path, capsys:
         RolloutConfig(temperature=0.0)
     with pytest.raises(ValueError, match="one-step-off"):
         tiny_run(tiny_model_dir, schedule="one-step-off")
-    with pytest.raises(ValueError, match="known: ledger-rl, tiny-opd, tiny-rl"):
+    with pytest.raises(ValueError, match="known: ledger-opd, ledger-rl, tiny-opd, tiny-rl"):
         rl_recipe_named("rl")
     recipe = tiny_run(tiny_model_dir)
     bare = tmp_path / "bare"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from replayed_answers import METHODS, answers_of, rollout_request
-from small_engines import build
+from small_engines import B, build
 
 from mbd_core.models.decoder import Decoder
 from mbd_core.multitf.config import LoraSettings, TeacherSettings, TrainConfig
@@ -18,6 +18,7 @@ from mbd_core.multitf.states.answer import ReplayedAnswer
 from mbd_core.multitf.states.drawn_states import block_by_block, drawn_rows, drawn_states
 from mbd_core.multitf.states.replay import AnswerGrid, replayed_states
 from mbd_core.multitf.step.distiller import Distiller, DistillerReport
+from mbd_core.ops.attention.whole import DenseAttention
 
 BLOCKS = TeacherSettings(reads="blocks")
 CONFIG = TrainConfig(
@@ -126,6 +127,53 @@ def test_a_model_with_one_slot_is_its_own_perfect_teacher(answers: list[Replayed
     assert report.loss > 1e-3 and report.divergence > 1e-3 and report.grad_norm > 0 and report.tflop > 0
     assert report.answers == 8 and report.labels > 0 and report.tokens < report.positions
     assert 0 <= report.agreement <= 1 and report.parts["loss_slot_1"] >= 0
+
+
+@torch.no_grad()
+def log_distributions(model: Decoder, tokens: list[int]) -> torch.Tensor:
+    """Of each position (L, V), where blocks see themselves and the blocks before them."""
+    ids, positions = torch.tensor([tokens]), torch.arange(len(tokens))[None]
+    blocks = positions[0] // B
+    hidden = model(ids, positions, DenseAttention((blocks <= blocks[:, None])[None, None]))
+    return model.logits(hidden)[0].log_softmax(-1)
+
+
+def literal_divergence(answer: ReplayedAnswer, student: Decoder, teacher: Decoder, draws: random.Random) -> float:
+    """KL(teacher || student) at the masks of drawn states, a forward a block: the teacher reads the finished blocks
+    before it and the block's state, the student the whole state."""
+    num_prompt, steps = len(answer.prompt), [0] * len(answer.prompt) + list(answer.steps)
+    tokens = [*answer.prompt, *answer.decided]
+    fill = -len(tokens) % B
+    tokens, steps = tokens + [MASK] * fill, steps + [0] * fill
+    block_of = [place // B for place in range(len(tokens))]
+    done, divergences = -1, []
+    for block in range(block_of[-1] + 1):
+        times = sorted({step for step, of in zip(steps, block_of, strict=True) if of == block and step})
+        if block <= done or not times:
+            continue
+        time = times[draws.randrange(len(times))]
+        done = max(of for step, of in zip(steps, block_of, strict=True) if step == time)
+        state = [token if step < time else MASK for token, step in zip(tokens, steps, strict=True)]
+        student_LV = log_distributions(student, state[: (done + 1) * B])
+        for taught in range(block, done + 1):
+            teacher_LV = log_distributions(teacher, tokens[: taught * B] + state[taught * B : (taught + 1) * B])
+            for place in range(taught * B, (taught + 1) * B):
+                if steps[place] >= time and place < num_prompt + len(answer.tokens):
+                    ours, theirs = student_LV[place], teacher_LV[place]
+                    divergences.append(float((theirs.exp() * (theirs - ours)).sum()))
+    return sum(divergences) / max(1, len(divergences))
+
+
+@pytest.mark.parametrize("method", ["four slots", "single"])
+def test_a_teacher_of_blocks_is_a_literal_forward_for_each_block(method: str) -> None:
+    given, student, teacher = answers_by(method), build().eval(), other()
+    assert {answer.decoding.block_size for answer in given} == {B}
+    wanted = [
+        literal_divergence(answer, student, teacher, random.Random(f"{CONFIG.seed}/states/0/{place}"))
+        for place, answer in enumerate(given)
+    ]
+    report = distiller(teacher).update(given)
+    assert report.loss == pytest.approx(sum(wanted) / len(wanted), rel=1e-4) and report.loss > 1e-2
 
 
 @pytest.mark.parametrize("reads", ["text", "blocks"])
