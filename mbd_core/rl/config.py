@@ -17,6 +17,9 @@ from mbd_core.multitf.step.objective import PolicyObjective
 from mbd_core.rl.groups import GroupConfig
 from mbd_core.rl.rewards import RewardConfig
 
+FRESH_STREAMS = 1_000_000
+"""Added to a run's seed for the stream of its generated problems: recipes of training count their seeds from 0."""
+
 RampShape = Literal["cos", "sin", "linear"]
 RLSchedule = Literal["sync", "one-step-off"]
 

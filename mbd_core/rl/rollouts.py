@@ -38,7 +38,7 @@ from mbd_core.evaluation.tasks.problems import load_problems
 from mbd_core.evaluation.tasks.recipes import find_recipe
 from mbd_core.multitf.run.teachers import find_teacher
 from mbd_core.multitf.states.answer import ReplayedAnswer, replay_refused
-from mbd_core.rl.config import RLRecipe
+from mbd_core.rl.config import FRESH_STREAMS, RLRecipe
 from mbd_core.rl.rewards import check_judges
 from mbd_core.rl.rows import ASKED_COLUMNS, ROLLOUT_COLUMNS, AskedRow, OutputColumns, RolloutRow
 from mbd_core.serving.tokens.load import default_device, load_engine
@@ -46,8 +46,6 @@ from mbd_core.storage.models import fetch_model
 
 METHOD = "rollout"
 HELD_OUT = "held-out"
-FRESH_STREAMS = 1_000_000
-"""Added to a run's seed for the stream of its generated problems: recipes of training count their seeds from 0."""
 
 
 @dataclass(frozen=True, kw_only=True)

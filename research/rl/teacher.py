@@ -17,8 +17,8 @@ from mbd_core.fields import OUTPUT, Flag
 from mbd_core.files import file_beside, write_text
 from mbd_core.multitf.data.prepared import TinyData
 from mbd_core.multitf.recipes.shipped import LEDGER_MBD
+from mbd_core.rl.config import FRESH_STREAMS
 from mbd_core.rl.recipes import LEDGER_OPD, LEDGER_RL
-from mbd_core.rl.rollouts import FRESH_STREAMS
 from research.ledger.plan import BASE, PLOT, REPORT, ROWS
 from research.rl.study import ArmStudy, ArmStudySize
 from research.tables import table_lines
