@@ -11,6 +11,7 @@ job. A worker on a node that joins later looks for itself when it asks (`JobPath
 import os
 import secrets
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ from mbd_core.storage.remote_files import PROBE
 MOST_CARRIED = 2**30
 """Bytes of a path that are carried to the nodes; what is larger takes a URL or a volume."""
 LOOK_SECONDS = 300.0  # until a node that says nothing is given up; a busy one may need minutes
+MARK_DAYS = 30.0  # an older mark is that of a killed job, not of one that still runs
 NAMED_HOSTS = 4  # in a sentence
 
 
@@ -266,6 +268,7 @@ def _marked(shared: Sequence[tuple[str, Folder]], host: str) -> Iterator[list[Ma
     try:
         for option, folder in shared:
             folder.path.mkdir(parents=True, exist_ok=True)
+            _forget_marks(folder.path)
             file = folder.path / f"{PROBE}{secrets.token_hex(8)}"
             file.touch()
             marks.append(Mark(option, str(folder), str(file), host))
@@ -274,6 +277,14 @@ def _marked(shared: Sequence[tuple[str, Folder]], host: str) -> Iterator[list[Ma
         for mark in marks:
             with suppress(OSError):
                 os.unlink(mark.file)
+
+
+def _forget_marks(folder: Path) -> None:
+    """Remove the marks that killed jobs have left in a folder."""
+    for mark in folder.glob(f"{PROBE}*"):
+        with suppress(OSError):
+            if mark.stat().st_mtime < time.time() - MARK_DAYS * 86400:
+                mark.unlink()
 
 
 def this_host() -> str:

@@ -1,6 +1,8 @@
 """What is said of a job's paths, by what the other nodes have; `tests/hosts` has real ones that share no disk."""
 
+import os
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -124,6 +126,16 @@ def test_a_folder_that_some_do_not_see_is_refused_and_no_mark_is_left(data: Path
     assert list(runs.iterdir()) == []
     with known_paths([], [("--storage", Folder.at("memory://runs"))], bundle=CPU) as found:
         assert found == JobPaths()
+
+
+def test_marks_of_killed_jobs_go_and_those_of_running_ones_stay(tmp_path: Path, nodes: dict[str, Any]) -> None:
+    old, young = (tmp_path / f"{paths.PROBE}{name}" for name in ("old", "young"))
+    old.touch()
+    young.touch()
+    long_ago = time.time() - (paths.MARK_DAYS + 1) * 86400
+    os.utime(old, (long_ago, long_ago))
+    with known_paths([], [("--storage", Folder.at(tmp_path))], bundle=CPU):
+        assert not old.exists() and young.exists() and len(list(tmp_path.glob(f"{paths.PROBE}*"))) == 2
 
 
 def test_what_the_jobs_machine_lacks_is_named_with_who_has_it(data: Path, nodes: dict[str, Any]) -> None:
