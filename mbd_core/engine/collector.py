@@ -24,6 +24,7 @@ from mbd_core.engine.step.batch import Batch
 from mbd_core.engine.step.kinds import StepKind
 from mbd_core.engine.step.planned_rows import PlannedRun
 from mbd_core.engine.step.report import HostCopy, StepReport, unpack_report
+from mbd_core.engine.step.steering import SharedWork
 
 if TYPE_CHECKING:
     from mbd_core.decoding.canvas.plan import CanvasUpdate
@@ -104,6 +105,7 @@ class Collector:
     """Turns steps into outputs.
 
     pacer          learns how long each step took, by `clock`; so does `drafting`, if requests may choose to draft
+    share, tries   of the guides' decisions for planned rows (`PlannedRuns.update`)
     counts         counts of the steps so far
     last_report    the last step's report on the sequences that decode in blocks, of the steps that were read
     """
@@ -116,8 +118,11 @@ class Collector:
         *,
         clock: Callable[[], float],
         eos_token_ids: tuple[int, ...],
+        share: SharedWork,
+        tries: Callable[[], float],
         trace: "TraceRecorder | None" = None,
     ) -> None:
+        self._share, self._tries = share, tries
         self._seating, self._pacer, self._drafting, self._clock = seating, pacer, drafting, clock
         self._eos, self._trace = eos_token_ids, trace
         self.counts = EngineCounts()
@@ -287,7 +292,7 @@ class Collector:
     def _collect_planned(self, plan: StepPlan, planned: Tensor | list[Any]) -> list[StepOutput]:
         """Collects the planned rows' part of a step; tokens without a gap before them are handed out."""
         outputs = []
-        updates = self._seating.planned.update(planned)
+        updates = self._seating.planned.update(planned, self._share, tries=self._tries())
         if self._drafting is not None:
             self._drafted_step = _drafted_step(updates, plan.chunks)
         self.counts.sequence_forwards += len(updates)

@@ -86,6 +86,8 @@ class Engine:
             self.drafting,
             clock=clock,
             eos_token_ids=model.config.eos_token_ids,
+            share=self.ranks.share,
+            tries=self._tries,
             trace=trace,
         )
         self._num_steps = 0
@@ -491,12 +493,16 @@ class Engine:
     def _launch_packed(self, plan: StepPlan, lay_out: Callable[[BlockBuffer | None], StepRows]) -> LaunchedStep:
         if not plan.decoding:
             return LaunchedStep(plan=plan, report=None, planned=store_step(self._state, lay_out(None)))
-        # in a batch-invariant engine a row must not wait for other rows
-        tries = math.inf if self.config.batch_invariant else STEP_TRIES
         ids = self.model.config.edit_token_ids
-        steering = self._seating.ledger.steering(self.ranks.share, tries=tries, ids=EditTokens(*ids) if ids else None)
+        steering = self._seating.ledger.steering(
+            self.ranks.share, tries=self._tries(), ids=EditTokens(*ids) if ids else None
+        )
         report, planned_part = decode_step(self._state, plan.kind, lay_out, steering)
         return LaunchedStep(plan=plan, report=HostCopy(report), planned=planned_part)
+
+    def _tries(self) -> float:
+        """The work of all guides in a step. In a batch-invariant engine a row must not wait for other rows."""
+        return math.inf if self.config.batch_invariant else STEP_TRIES
 
     def collect(self, step: LaunchedStep) -> list[StepOutput]:
         """A step's third part, on the host again: counts it, hands out committed tokens, releases ended sequences."""

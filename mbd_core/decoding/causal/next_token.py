@@ -16,8 +16,13 @@ of the noise of its position alone. So drafts change no token, only the number o
 `thinking`, whose end is put in between two drafts.
 
 A request without a block in the engine's budget, or without gain by drafts, decodes plainly meanwhile.
+
+Under a grammar (`ar` alone) the logits of tokens that are not allowed are taken out. The engine then lets the answer's
+guide take the choice in, and gives back what it decided (`accept_decided`).
 """
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -29,17 +34,27 @@ from mbd_core.decoding.blocks.request import Request
 from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.canvas.plan import CanvasPlan, CanvasUpdate, Guesses, OpenLogits, Query
 from mbd_core.decoding.canvas.unmasking import accept_best
-from mbd_core.decoding.causal.prefix import PrefixDecoder, guessed
+from mbd_core.decoding.causal.prefix import LEAST, PrefixDecoder, guessed
 
+FORBIDDEN = -1e30  # a logit whose probability is 0, and finite
 RowKind = Literal["plain", "draft", "verify"]
 
 
 class TokenDecoder(PrefixDecoder):
     """Autoregressive decoding (`ar`), and linear self-speculation (`linear_spec`) behind it."""
 
-    def __init__(self, request: Request, *, eos_token_ids: tuple[int, ...], vocab: Vocab) -> None:
+    def __init__(
+        self,
+        request: Request,
+        *,
+        eos_token_ids: tuple[int, ...],
+        vocab: Vocab,
+        allowed: Callable[[], np.ndarray | None] | None = None,
+    ) -> None:
+        """`allowed` gives the tokens (V,) that a grammar allows next, or `None` if it cannot say."""
         super().__init__(request, eos_token_ids=eos_token_ids, vocab=vocab)
         assert request.decoding.causal is not None
+        self._allowed = allowed
         self._causal = request.decoding.causal
         self._row_length = self._causal.row_length(request.decoding.block_size)
         self._drafts = self._causal.method == "linear_spec" and self._row_length > 1
@@ -87,7 +102,22 @@ class TokenDecoder(PrefixDecoder):
         behind = [*range(start + 1, len(tokens) + 1)]
         for row in self._rows_ahead(self._row()):
             behind += [] if row is None else (row.logits_at - row.gap).tolist()
-        return self._opened(torch.cat(logits), behind, lambda position: tokens[:position], forward=0)
+        logits_PV = torch.cat(logits)
+        if self._allowed is not None and (allowed_V := self._allowed()) is not None:
+            mask_V = torch.zeros(logits_PV.shape[-1], dtype=torch.bool)
+            mask_V[: len(allowed_V)] = torch.from_numpy(allowed_V)
+            logits_PV = logits_PV.masked_fill(~mask_V.to(logits_PV.device), FORBIDDEN)
+        return self._opened(logits_PV, behind, lambda position: tokens[:position], forward=0)
+
+    def accept_decided(self, decided: Sequence[tuple[int, float]]) -> CanvasUpdate:
+        """What a guide decided for the next position: a token and its probability, or nothing while the guide
+        waits."""
+        start, number = self.num_stored, len(decided)
+        self.num_forwards += 1
+        log_probs = [math.log(max(probability, LEAST)) for _, probability in decided]
+        tokens, steps = [token for token, _ in decided], [self.num_forwards] * number
+        self._append(tokens, log_probs, steps, num_stored=start + number)
+        return self._update(start, number, 0.0)
 
     def accept(self, opened: OpenLogits, guesses: Guesses) -> CanvasUpdate:
         kind, start, number = self._kind(), self.num_stored, len(self._all)

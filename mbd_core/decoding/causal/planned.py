@@ -1,5 +1,9 @@
 """The decoder of a request whose rows are planned on the host: on a canvas, or behind a causally stored prefix."""
 
+from collections.abc import Callable
+
+import numpy as np
+
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.canvas.canvas_decoder import canvas_decoder
@@ -10,16 +14,24 @@ from mbd_core.decoding.causal.renoise import RenoisingDecoder
 from mbd_core.decoding.causal.verified import VerifyingDecoder
 
 
-def planned_decoder(request: Request, *, eos_token_ids: tuple[int, ...], vocab: Vocab, shift: bool) -> PlannedDecoder:
+def planned_decoder(
+    request: Request,
+    *,
+    eos_token_ids: tuple[int, ...],
+    vocab: Vocab,
+    shift: bool,
+    allowed: Callable[[], np.ndarray | None] | None = None,
+) -> PlannedDecoder:
     """The decoder of one request, whose decoding names a canvas or a method behind a prefix.
 
-    `eos_token_ids` are the model's. `shift`: its logits predict the next position. Raises the `ValueError` of
-    `check_canvas`.
+    `eos_token_ids` are the model's. `shift`: its logits predict the next position. `allowed` gives the tokens (V,)
+    that the request's grammar allows next. Raises the `ValueError` of `check_canvas`.
     """
     decoding = request.decoding
     if decoding.causal is not None:
-        kind = BlockDecoder if decoding.causal.method == "dlm" else TokenDecoder
-        return kind(request, eos_token_ids=eos_token_ids, vocab=vocab)
+        if decoding.causal.method == "dlm":
+            return BlockDecoder(request, eos_token_ids=eos_token_ids, vocab=vocab)
+        return TokenDecoder(request, eos_token_ids=eos_token_ids, vocab=vocab, allowed=allowed)
     if decoding.verify is not None:
         return VerifyingDecoder(request, eos_token_ids=eos_token_ids, vocab=vocab)
     if decoding.renoise is not None:

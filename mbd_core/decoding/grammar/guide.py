@@ -158,6 +158,10 @@ class Guide(GuideState):
         self.ended = self._ends([token for token, _ in trail])
         return trail[:num_places]
 
+    def allowed(self) -> np.ndarray | None:
+        """The tokens (V,) among which the next choice is; `None` if the grammar cannot say."""
+        return self._closings.allowed(self._matcher)
+
     def rest(self, number: int) -> list[int]:
         """A way from the answer's first `number` tokens to its end: the decided tokens behind them, and a closing."""
         return self._decided_tokens[number:] + self._closing

@@ -175,13 +175,15 @@ class Admission:
     def _check_grammar(self, request: Request) -> None:
         if request.grammar is None:
             return
-        changes = _revising_part(request.decoding)
+        changes, causal = _revising_part(request.decoding), request.decoding.causal
+        if causal is not None and causal.method == "ar" and causal.thinking is None:
+            changes = None  # token by token, each of which a guide takes in
         if changes is not None:
             reason = f"{changes} changes tokens that the grammar has accepted; decode without it"
-            if changes == "causal":
-                reason = "no guide follows drafts, or blocks that are filled in any order; decode a model in blocks"
-                if self._model.prefix_methods == ("ar",):
-                    reason = "a model that decodes token by token takes no grammar yet; leave it out"
+            if causal is not None:
+                reason = "no guide follows drafts, or blocks that are filled in any order; give causal the method ar"
+                if causal.method == "ar":
+                    reason = "thinking puts a token in that the grammar may refuse; leave it out"
             if changes == "verify":
                 reason = "no guide follows drafts that are refused in part; decode without verify"
             if changes == "renoise":

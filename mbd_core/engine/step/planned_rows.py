@@ -7,6 +7,7 @@ Shape legend: K rows, T packed tokens, P pages a row, A positions asked for, D h
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,14 +16,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mbd_core.decoding.blocks.sampling import Vocab
-from mbd_core.decoding.canvas.plan import CanvasPlan, CanvasUpdate, PlannedDecoder, ReadingDecoder
+from mbd_core.decoding.canvas.plan import CanvasPlan, CanvasUpdate, Guesses, PlannedDecoder, ReadingDecoder
 from mbd_core.decoding.canvas.unmasking import guess
+from mbd_core.decoding.causal.next_token import TokenDecoder
 from mbd_core.decoding.causal.planned import planned_decoder
+from mbd_core.decoding.grammar.closings import Search
+from mbd_core.decoding.grammar.guide import AllowedToken, Guide, GuideState
 from mbd_core.engine.memory.pages import PagedKVCache
 from mbd_core.engine.schedule.drafting import DraftChoices, StepLoad
 from mbd_core.engine.sequences.sequence import SequenceState
 from mbd_core.engine.step.batch import BatchRows, to_device
 from mbd_core.engine.step.runner import ModelRunner
+from mbd_core.engine.step.steering import Decision, SharedWork
 from mbd_core.fields import MOST
 from mbd_core.models.gemma import Denoising
 from mbd_core.models.model_config import ModelConfig
@@ -72,6 +77,7 @@ class PlannedRuns:
             eos_token_ids=self._config.eos_token_ids,
             vocab=self._vocab,
             shift=self._config.shift_logits,
+            allowed=None if sequence.guide is None else partial(_allowed, sequence.guide),
         )
         sequence.decoder = None if sequence.is_canvas else decoder
         self._runs[sequence.row] = PlannedRun(sequence, decoder, self._cache.k.device)
@@ -178,9 +184,11 @@ class PlannedRuns:
         """Whether decoders read their logits themselves (`ReadingDecoder`)."""
         return any(run.reader is not None for run in self._runs.values())
 
-    def update(self, planned: Tensor | list[Any]) -> list[tuple[PlannedRun, CanvasUpdate]]:
+    def update(
+        self, planned: Tensor | list[Any], share: SharedWork, *, tries: float
+    ) -> list[tuple[PlannedRun, CanvasUpdate]]:
         """Hands every decoder its part of the logits (A, V) of `rows()`, or its own reading of them; returns each
-        decoder's update."""
+        decoder's update. Guides of answers under a grammar decide on one rank; `tries` bounds their work."""
         if not isinstance(planned, Tensor):
             pairs = zip(self.running, planned, strict=True)
             return [(run, run.reader.take(r)) for run, r in pairs if run.reader is not None]
@@ -188,7 +196,11 @@ class PlannedRuns:
         parts, runs = iter(logits_AV.split(self.num_asked)), self.running
         open_logits = [run.decoder.open_logits([next(parts) for _ in run.plan.queries]) for run in runs]
         guesses = guess(open_logits) if open_logits else []
-        return [(run, run.decoder.accept(o, g)) for run, o, g in zip(runs, open_logits, guesses, strict=True)]
+        decided = _decided(list(zip(runs, guesses, strict=True)), share, tries)
+        return [
+            (run, run.decoder.accept(o, g) if choice is None else _guided(run).accept_decided(choice))
+            for run, o, g, choice in zip(runs, open_logits, guesses, decided, strict=True)
+        ]
 
     @property
     def num_asked(self) -> list[int]:
@@ -208,3 +220,57 @@ class PlannedRuns:
     @property
     def running(self) -> Sequence[PlannedRun]:
         return list(self._runs.values())
+
+
+# Answers under a grammar, token by token: the guide takes each choice in, and may replace it.
+
+
+def _allowed(guide: GuideState) -> np.ndarray | None:
+    """The tokens (V,) among which the next choice is; `None` if no choice is to be made here."""
+    return guide.allowed() if isinstance(guide, Guide) and not guide.pending else None
+
+
+def _guided(run: PlannedRun) -> TokenDecoder:
+    assert isinstance(run.decoder, TokenDecoder), "admission refuses a grammar with other planned decoders"
+    return run.decoder
+
+
+def _decided(
+    runs: Sequence[tuple[PlannedRun, Guesses]], share: SharedWork, tries: float
+) -> list[list[tuple[int, float]] | None]:
+    """The guides' decisions: at most one token and its probability for each run; `None` for a run without a
+    grammar."""
+    choices: list[list[tuple[int, float]] | None] = []
+    asked: list[tuple[int, GuideState, Guesses]] = []
+    for number, (run, guesses) in enumerate(runs):
+        guide = run.sequence.guide
+        if guide is not None and guide.pending:
+            choices.append([(guide.pending[0], 1.0)])
+            guide.pending = guide.pending[1:]
+            continue
+        choices.append(None)
+        if guide is not None:
+            asked.append((number, guide, guesses))
+    if asked:
+        decisions = share(lambda: _decide([(guide, guesses) for _, guide, guesses in asked], Search(tries)))
+        for (number, guide, _), decision in zip(asked, decisions, strict=True):
+            guide.pending, guide.ended = decision.pending, decision.ended
+            choices[number] = decision.tokens
+    return choices
+
+
+def _decide(asked: Sequence[tuple[GuideState, Guesses]], search: Search) -> list[Decision]:
+    """One decision for each guide; the guides that have waited longest decide first."""
+    decisions: dict[int, Decision] = {}
+    waits = [guide.waited if isinstance(guide, Guide) else 0 for guide, _ in asked]
+    for number in sorted(range(len(asked)), key=lambda number: -waits[number]):
+        guide, guesses = asked[number]
+        assert isinstance(guide, Guide), "only the rank that has the guides decides"
+        choice = AllowedToken(int(guesses.token_P[-1]), float(guesses.confidence_P[-1]), overruled=False)
+
+        def pick(_place: int, _allowed_V: np.ndarray, choice: AllowedToken = choice) -> AllowedToken:
+            return choice
+
+        tokens = guide.extend(1, 1, pick, tau=1.0, quota=1, search=search)
+        decisions[number] = Decision(tokens, guide.pending, guide.ended)
+    return [decisions[number] for number in range(len(asked))]
