@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal, Self
 
 from cluster.topology import Topology
 from mbd_core.fields import CLUSTER, MODEL, Flag, Ge, Gt, Le, configuration, load
-from mbd_core.serving.api.access import DRAIN_SECONDS
 from mbd_core.serving.api.parsing import MAX_PROMPTS, MOST_PROMPTS
+from mbd_core.serving.server.open_requests import DRAIN_SECONDS
 from mbd_core.serving.tokens.endpoint_args import EndpointArgs
 from mbd_core.storage.models import FetchModel, fetch_model
 

@@ -8,8 +8,8 @@ from mbd_core.decoding.blocks.adjustments import Adjustments
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer
 from mbd_core.decoding.blocks.sampling import Draw, Vocab, choose
 from mbd_core.engine.config import EngineConfig
+from mbd_core.engine.memory.adapters import ResidentAdapters
 from mbd_core.engine.memory.pages import HostPages, PagedKVCache, PagePool
-from mbd_core.engine.memory.weights import ResidentAdapters
 from mbd_core.engine.schedule.drafting import Drafting
 from mbd_core.engine.schedule.pacing import Pacer
 from mbd_core.engine.schedule.scheduler import Scheduler

@@ -17,7 +17,7 @@ from gateway_in_process import running_gateway, undecorated
 
 from actors.serving import gateway
 from actors.serving.args import ServingArgs
-from mbd_core.serving.api.access import OpenRequests
+from mbd_core.serving.server.open_requests import OpenRequests
 
 LIMIT = 300
 MODEL, ANN, BEN = "tiny", "ann-0123456789abcdef", "ben-0123456789abcdef"

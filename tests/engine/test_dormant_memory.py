@@ -10,7 +10,7 @@ from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
-from mbd_core.engine.memory.weights import DormantMemory
+from mbd_core.engine.memory.dormant import DormantMemory
 from mbd_core.engine.sequences.admission import RequestRefused
 
 DECODING = DecodingConfig(block_size=4, buffer_size=3, tau_m2t=0.3)

@@ -1,103 +1,25 @@
-"""Changes between two steps of a running engine: LoRA adapters, all weights, and its memory while it sleeps.
+"""Other weights in the place of a running engine's, between two steps.
 
 The parameters keep their addresses, so that CUDA graphs and the fused forward's joint weights stay valid.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from mbd_core.checkpoint.adapter import read_adapter
 from mbd_core.checkpoint.block_experts import has_blocks
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.tensors import FLOAT32_ALWAYS
 from mbd_core.models.decoder import Decoder
-from mbd_core.models.lora import Adapter, AdapterSlots
-from mbd_core.models.model_config import Fp8Parts, ModelConfig
+from mbd_core.models.model_config import Fp8Parts
 from mbd_core.models.quantize import quantized_parts
-from mbd_core.models.shard import Shard, served_dim
+from mbd_core.models.shard import served_dim
 from mbd_core.ops.experts.fp8 import FP8, BlockShape, Fp8Module, quantize
 from mbd_core.ops.layer.int8 import Int8Module
-
-# LoRA adapters: each is loaded under a name and has a slot until it is unloaded, when no request uses it.
-
-
-class AdapterInUse(ValueError):
-    """Requests still use the adapter to be unloaded."""
-
-
-@dataclass(frozen=True)
-class ResidentAdapter:
-    """An adapter in its slot. `serial` is unique among all adapters ever loaded, so that pages stored with an adapter
-    are not found with another adapter of the same name."""
-
-    name: str
-    slot: int
-    serial: int
-    rank: int
-
-
-class ResidentAdapters:
-    """The adapters of one engine; `names` holds their names, live, and `ar_names` the names of the adapters with which
-    the model has an autoregressive mode. Without `slots` no adapter can be loaded.
-
-    Iterates over the adapters in the order of their loading.
-    """
-
-    def __init__(self, config: ModelConfig, shard: Shard, slots: AdapterSlots | None) -> None:
-        self._config, self._shard, self._slots = config, shard, slots
-        self._by_name: dict[str, ResidentAdapter] = {}
-        self._num_loaded = 0
-        self.names: set[str] = set()
-        self.ar_names: set[str] = set()
-
-    def __iter__(self) -> Iterator[ResidentAdapter]:
-        return iter(tuple(self._by_name.values()))
-
-    def get(self, name: str | None) -> ResidentAdapter | None:
-        return None if name is None else self._by_name.get(name)
-
-    def read(self, name: str, folder: Path) -> Adapter:
-        """The adapter in `folder`, to be placed under `name`; raises `ValueError` if it cannot be placed."""
-        if self._slots is None:
-            raise ValueError("this engine loads no adapters; start it with max_adapters")
-        if not name:
-            raise ValueError("an adapter needs a name")
-        if name in self._by_name:
-            raise ValueError(f"an adapter '{name}' is loaded already; unload it first")
-        if len(self._by_name) == self._slots.num_slots:
-            raise ValueError(
-                f"{len(self._by_name)} adapters are loaded, which is all that max_adapters allows; unload one first"
-            )
-        adapter = read_adapter(folder, self._config, shard=self._shard)
-        if adapter.rank > self._slots.max_rank:
-            raise ValueError(f"{folder}: r={adapter.rank} exceeds this engine's max_rank={self._slots.max_rank}")
-        return adapter
-
-    def place(self, name: str, adapter: Adapter) -> None:
-        """Put an adapter that was read for `name` into a free slot."""
-        assert self._slots is not None and name not in self._by_name
-        slot = min(set(range(1, self._slots.num_slots + 1)) - {a.slot for a in self._by_name.values()})
-        self._slots.write(slot, adapter)
-        self._num_loaded += 1
-        self._by_name[name] = ResidentAdapter(name, slot, self._num_loaded, adapter.rank)
-        self.names.add(name)
-        if adapter.ar_mode:
-            self.ar_names.add(name)
-
-    def remove(self, name: str) -> None:
-        """Free the slot of an adapter that nobody uses."""
-        assert self._slots is not None
-        self.names.discard(name)
-        self.ar_names.discard(name)
-        self._slots.clear(self._by_name.pop(name).slot)
-
-
-# Other weights in the place of the model's.
 
 SwapMode = Literal["wait", "preempt"]
 WeightSource = Path | Iterable[tuple[str, Tensor]]
@@ -213,72 +135,3 @@ def _copy(place: Tensor, source: Tensor) -> None:
     if place.dtype == FP8:
         place, source = place.view(torch.uint8), source.view(torch.uint8)
     place.copy_(source)
-
-
-# The large tensors of a sleeping engine: their memory is given back, the tensors themselves stay.
-#
-# Views, parameters that share memory, and their holders need no change: a tensor keeps its storage, which has no bytes
-# while the engine sleeps. Addresses may differ afterwards, so no holder of an address (a CUDA graph) may outlive the
-# sleep.
-
-
-class NotEnoughMemory(torch.OutOfMemoryError):
-    """An engine cannot wake up because a rank lacks memory; every rank sleeps on."""
-
-
-class DormantMemory:
-    """Storages whose bytes are given back; the bytes that must return unchanged are copied to the host."""
-
-    def __init__(self, *, caches: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
-        """Drops the content of `caches`, which come back as zeros; the content of `weights` waits on the host."""
-        self.num_bytes = 0
-        """Number of bytes that were given back."""
-        self._sizes = [(storage, self._release(storage)) for storage in _storages(caches)]
-        self._copies: list[tuple[Tensor, Tensor]] = []
-        for storage in _storages(weights):
-            self._copies.append((storage, storage.to("cpu", copy=True)))
-            self._release(storage)
-        if any(tensor.is_cuda for tensor in caches):
-            torch.cuda.empty_cache()
-
-    def _release(self, storage: Tensor) -> int:
-        size = storage.untyped_storage().nbytes()
-        storage.untyped_storage().resize_(0)
-        self.num_bytes += size
-        return size
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Takes the memory again. If memory is short it raises torch's error, holds none, and may be called again."""
-        try:
-            for storage, copy in self._copies:
-                storage.untyped_storage().resize_(copy.numel())
-                storage.copy_(copy)
-            for storage, size in self._sizes:
-                storage.untyped_storage().resize_(size)
-                storage.zero_()
-        except BaseException:
-            storages = [storage for storage, _ in (*self._copies, *self._sizes)]
-            for storage in storages:
-                storage.untyped_storage().resize_(0)
-            if any(storage.is_cuda for storage in storages):
-                torch.cuda.empty_cache()
-            raise
-        self._copies, self._sizes = [], []
-        self.num_bytes = 0
-
-
-def gpu_tensors(model: nn.Module) -> list[Tensor]:
-    """The parameters and buffers on a GPU; on a CPU a copy on the host would give nothing back."""
-    return [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_cuda]
-
-
-def _storages(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Each storage of the tensors once, as a tensor of bytes."""
-    by_address = {t.untyped_storage().data_ptr(): t for t in tensors}
-    with torch.inference_mode(False):
-        return [
-            torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
-            for t in by_address.values()
-            if t.untyped_storage().nbytes()
-        ]

@@ -10,7 +10,7 @@ import torch
 
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
-from mbd_core.engine.memory.weights import NotEnoughMemory
+from mbd_core.engine.memory.dormant import NotEnoughMemory
 from mbd_core.engine.parallel.group import Group, Rank, init_group, sized_alike
 from mbd_core.engine.parallel.shared_sums import load_shard
 from mbd_core.engine.ranks import EngineCall

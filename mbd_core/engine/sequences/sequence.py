@@ -14,7 +14,7 @@ from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.canvas.lane import num_lanes
 from mbd_core.decoding.canvas.plan import PlannedDecoder
 from mbd_core.decoding.grammar.guide import GuideState, Pick
-from mbd_core.engine.memory.weights import ResidentAdapter
+from mbd_core.engine.memory.adapters import ResidentAdapter
 from mbd_core.engine.sequences.slot_logs import FrameLog, StepMap, TopLog
 
 # The log-probabilities of a given text, from left to right: each token's, in the forward before the token is put in.

@@ -8,7 +8,8 @@ from mbd_core.serving.api.messages import CountTokensRequest, MessagesRequest
 from mbd_core.serving.api.parsing import parse
 from mbd_core.serving.api.requests import ChatRequest, CompletionRequest
 from mbd_core.serving.api.responses import ResponsesRequest
-from mbd_core.serving.tokens.stream import FairTurns, TooManyRequests, has_room
+from mbd_core.serving.tokens.fair_queue import FairTurns, has_room
+from mbd_core.serving.tokens.stream import TooManyRequests
 
 K = TypeVar("K", CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest, CountTokensRequest)
 

@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from functools import partial
 from typing import TypeVar
 
-from mbd_core.serving.api.access import OpenRequest, OpenRequests
 from mbd_core.serving.api.dialect import ChatDialect
 from mbd_core.serving.api.engine_requests import (
     TokenizerThreads,
@@ -34,9 +33,11 @@ from mbd_core.serving.server.large_bodies import LARGE_BODY, LargeBodies
 from mbd_core.serving.server.measures import RequestWatch, ServerMeasures
 from mbd_core.serving.server.message_answer import MessageAnswer
 from mbd_core.serving.server.model_route import ApiRequest, ModelRoute, TokenizedBody, first_seed
+from mbd_core.serving.server.open_requests import OpenRequest, OpenRequests
 from mbd_core.serving.server.response_answer import ResponseAnswer
+from mbd_core.serving.tokens.fair_queue import Refusals
 from mbd_core.serving.tokens.served_model import ServedModel
-from mbd_core.serving.tokens.stream import Refusals, TimeLimit
+from mbd_core.serving.tokens.stream import TimeLimit
 
 Body = bytes | Callable[[], Awaitable[bytes]]
 G = TypeVar("G", CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest)

@@ -12,7 +12,8 @@ from mbd_core.decoding.answers.piece import Piece
 from mbd_core.decoding.answers.slots import Frame
 from mbd_core.decoding.blocks.request import Output, Request, StepOutput
 from mbd_core.serving.text.committed import CommittedText
-from mbd_core.serving.tokens.stream import FairTurns, TimeLimit, TokenSource, TokenStream, TooManyRequests, has_room
+from mbd_core.serving.tokens.fair_queue import FairTurns, has_room
+from mbd_core.serving.tokens.stream import TimeLimit, TokenSource, TokenStream, TooManyRequests
 
 MAX_UNREAD_FRAMES = 64  # of one API request
 NUM_OPENING, OPENING_SECONDS = 2, 0.25  # choices sent to the engines at once, and how long each holds its turn

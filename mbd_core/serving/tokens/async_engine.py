@@ -12,8 +12,9 @@ from mbd_core.decoding.answers.counts import Counts
 from mbd_core.decoding.blocks.request import Output, Request, StepOutput, aborted_step
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.sequences.admission import AdmittedRequest, RequestRefused
+from mbd_core.serving.tokens.fair_queue import FairQueue, has_room
 from mbd_core.serving.tokens.served_model import GrammarCompiler
-from mbd_core.serving.tokens.stream import Asleep, EngineFailed, FairQueue, TokenStream, TooManyRequests, has_room
+from mbd_core.serving.tokens.stream import Asleep, EngineFailed, TokenStream, TooManyRequests
 
 T = TypeVar("T")
 

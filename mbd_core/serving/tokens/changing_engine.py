@@ -9,7 +9,8 @@ from typing import Literal
 from torch import Tensor
 
 from mbd_core.engine.engine import Engine
-from mbd_core.engine.memory.weights import AdapterInUse, SwapMode, WeightSource
+from mbd_core.engine.memory.adapters import AdapterInUse
+from mbd_core.engine.memory.weights import SwapMode, WeightSource
 from mbd_core.serving.tokens.async_engine import AsyncEngine
 from mbd_core.serving.tokens.endpoint_args import EndpointArgs
 from mbd_core.serving.tokens.load import load_engine

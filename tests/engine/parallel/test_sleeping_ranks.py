@@ -8,7 +8,7 @@ import torch
 from small_groups import LIMIT, SIZES, gist, requests
 
 from mbd_core.engine.engine import Engine
-from mbd_core.engine.memory.weights import DormantMemory
+from mbd_core.engine.memory.dormant import DormantMemory
 from mbd_core.engine.parallel import leader
 from mbd_core.engine.parallel.follow import run_follower
 from mbd_core.engine.parallel.group import Rank

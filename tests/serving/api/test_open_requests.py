@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from mbd_core.serving.api.access import OpenRequest, OpenRequests
 from mbd_core.serving.api.errors import ApiError, api_error
+from mbd_core.serving.server.open_requests import OpenRequest, OpenRequests
 from mbd_core.serving.server.text_stream import OpenChoices
 from mbd_core.serving.tokens.stream import TooManyRequests
 

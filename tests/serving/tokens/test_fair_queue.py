@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from mbd_core.serving.tokens.stream import FairQueue, FairTurns, Refusals, TooManyRequests, has_room
+from mbd_core.serving.tokens.fair_queue import FairQueue, FairTurns, Refusals, has_room
+from mbd_core.serving.tokens.stream import TooManyRequests
 
 
 def test_clients_take_turns_and_each_one_s_oldest_comes_first() -> None:
