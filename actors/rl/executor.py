@@ -58,8 +58,7 @@ class EngineActor:
     def __init__(
         self, model: str, engine: EngineConfig, *, tensor_parallel: int = 1, paths: JobPaths = NO_PATHS
     ) -> None:
-        folder = paths.fetch(model, url_weights=engine.url_weights)
-        self._engine = RolloutEngine(folder, engine, tensor_parallel=tensor_parallel)
+        self._engine = RolloutEngine(paths.fetch(model), engine, tensor_parallel=tensor_parallel)
         self._taken = ""  # the id of its weights' object
 
     def decode(self, number: int, table: pa.Table, weights: WeightsOrder) -> NumberedTable:

@@ -7,12 +7,12 @@ safetensors file begins (8 bytes with its length, and JSON), so that shapes and 
 
 import json
 import struct
-import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
+from threading import Event
 from typing import Any, Self
 
 import numpy as np
@@ -99,13 +99,16 @@ def _fits(tensor: Mapping[str, Any], most: int) -> bool:
 class RangeReader:
     """Reads ranges of a `StreamedFile`, by `NUM_STREAMS` connections however many threads ask.
 
-    A range that breaks off is asked for again, those that came stay. Whoever has read all that it wants calls
+    A range that breaks off is asked for again, those that came stay. After the last attempt all ranges fail with it.
+    Whoever has read all that it wants calls
     `check_unchanged`, for only then all ranges are known to be of one version.
     """
 
     def __init__(self, file: StreamedFile) -> None:
         self.file, self.was_read = file, False
         self._streams = ThreadPoolExecutor(NUM_STREAMS)
+        self._has_ended = Event()
+        self._failure: OSError | None = None
 
     @cached_property
     def _storage(self) -> tuple[Any, str]:
@@ -135,13 +138,15 @@ class RangeReader:
             except (FileNotFoundError, PermissionError):
                 raise
             except Exception as error:  # each storage raises types of its own
-                if pause is None:
+                if pause is None and self._failure is None:
                     reason = " ".join(str(error).split()) or type(error).__name__
-                    raise OSError(
-                        f"{reason} (asked {len(PAUSES) + 1} times within {sum(PAUSES):g} s; start again, or with "
-                        "--url-weights cache, which keeps what has come)"
-                    ) from error
-                time.sleep(pause)
+                    self._failure = OSError(
+                        f"{reason} (asked {len(PAUSES) + 1} times; start again, or with --url-weights cache, "
+                        "which keeps what has come)"
+                    )
+                    self._has_ended.set()
+                if self._has_ended.wait(pause):
+                    raise self._failure or error from error
         raise AssertionError
 
     def check_unchanged(self) -> None:
@@ -153,6 +158,7 @@ class RangeReader:
             raise ValueError(f"{self.file.url} was changed since its folder was asked for; start again")
 
     def close(self) -> None:
+        self._has_ended.set()
         self._streams.shutdown(wait=False, cancel_futures=True)
 
 
