@@ -116,8 +116,12 @@ def test_a_server_without_parts_is_downloaded_from(
     assert (folder / WEIGHTS).read_bytes() == (tiny_model_dir / WEIGHTS).read_bytes()
 
 
-def test_what_the_cache_has_is_not_asked_for_again(served: FileServer) -> None:
+def test_what_the_cache_has_is_not_asked_for_again(served: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(download, "CHUNK_BYTES", 10_000)
     folder = Path(fetch_model(f"{served.url}/m"))
+    size = (folder / WEIGHTS).stat().st_size
+    chunks = [end - start for name, start, end in served.asked if name == WEIGHTS]
+    assert sum(chunks) == size and max(chunks) == 10_000, "its list has no sizes, yet it comes in chunks"
     assert stream(served.url) == folder and (folder / WEIGHTS).exists()
 
 
