@@ -19,13 +19,14 @@ from benchmarks.measuring import run_seconds
 from benchmarks.roofline import counted_experts
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Request
-from mbd_core.engine.collector import StepPlan, record_step
+from mbd_core.engine.collector import record_step
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.schedule.scheduler import PrefillChunk
 from mbd_core.engine.step.batch import Batch
 from mbd_core.engine.step.graphs import capture
 from mbd_core.engine.step.runner import ModelRunner
+from mbd_core.engine.step_ahead import StepPlan
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.ops.machine import best_seconds

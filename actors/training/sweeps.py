@@ -21,7 +21,7 @@ from mbd_core.decoding.blocks.methods import MULTI
 from mbd_core.engine.config import EngineConfig
 from mbd_core.errors import error_sentence
 from mbd_core.evaluation.measures.rates import summarize
-from mbd_core.evaluation.sweep.folder import graded_sample
+from mbd_core.evaluation.sweep.gathered_samples import graded_sample
 from mbd_core.evaluation.sweep.grading.part_grading import Grading
 from mbd_core.evaluation.sweep.loading import load_inputs
 from mbd_core.evaluation.sweep.options import SweepOptions

@@ -24,9 +24,9 @@ from benchmarks.capacity.step_model import StepModel, Work
 from benchmarks.capacity.traffic import Traffic
 from benchmarks.roofline import ForwardCost
 from mbd_core.decoding.blocks.config import DecodingConfig
-from mbd_core.engine.collector import LaunchedStep, StepPlan
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
+from mbd_core.engine.step_ahead import LaunchedStep, StepPlan
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.models.shapes import random_model

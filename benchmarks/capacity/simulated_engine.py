@@ -16,11 +16,11 @@ import torch
 from benchmarks.capacity.counted_blocks import ACTIVE, FILLER, TO_CACHE, CountedRow, FillRate
 from benchmarks.capacity.step_model import Bound, StepModel, Work, prompt_work
 from mbd_core.decoding.blocks.request import StepOutput
-from mbd_core.engine.collector import LaunchedStep, StepPlan
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.sequences.sequence import SequenceState
 from mbd_core.engine.step.report import HostCopy, report_width, unpack_report
+from mbd_core.engine.step_ahead import LaunchedStep, StepPlan
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig
 

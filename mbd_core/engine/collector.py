@@ -1,8 +1,8 @@
-"""A step's results on the host: counted, handed out, sequences released; and the step launched ahead of them."""
+"""A step's last part, on the host: counts it, hands out the committed tokens, lets finished sequences go."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,85 +20,14 @@ from mbd_core.engine.schedule.pacing import Pacer
 from mbd_core.engine.schedule.scheduler import PrefillChunk
 from mbd_core.engine.seating import Seating
 from mbd_core.engine.sequences.sequence import SequenceState
-from mbd_core.engine.step.batch import Batch
-from mbd_core.engine.step.kinds import StepKind
 from mbd_core.engine.step.planned_rows import PlannedRun
 from mbd_core.engine.step.report import HostCopy, StepReport, unpack_report
 from mbd_core.engine.step.steering import SharedWork
+from mbd_core.engine.step_ahead import LaunchedStep, StepPlan
 
 if TYPE_CHECKING:
     from mbd_core.decoding.canvas.plan import CanvasUpdate
     from mbd_core.trace.recorder import TraceRecorder
-
-
-# Running ahead: a static step is launched before the results of the one before are read.
-#
-#     host    plan 1, launch 1 | plan 2, launch 2 | read 1, emit 1 | plan 3, launch 3 | read 2, emit 2 | ...
-#     device                   [ step 1 ................][ step 2 ..................][ step 3 ....... ]
-#
-# The host plans step 2 without knowing what step 1 commits. That is safe when no sequence waits to be seated and every
-# sequence has pages for whatever both steps can fill (`unread` in `Ledger`). A sequence that ends in step 1 takes part
-# in step 2 without effect, and its share of step 2 is dropped.
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepPlan:
-    """Who takes part in a step: sequences whose blocks are decoded, by batch row, and prompt chunks to be stored.
-
-    max_blocks  the blocks that adaptive requests may grow to in this step
-    """
-
-    number: int
-    decoding: Mapping[int, SequenceState]
-    chunks: list[PrefillChunk]
-    kind: StepKind
-    max_blocks: int
-    started_at: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class LaunchedStep:
-    """A step whose device part has been launched.
-
-    report   of the sequences that decode in blocks
-    planned  the planned rows' logits (A, V), or the results of the decoders that read them
-    experts  of the sequences that record experts, as `experts_of` gives them
-    """
-
-    plan: StepPlan
-    report: HostCopy | None
-    planned: Tensor | list[Any] | None = None
-    experts: list[tuple[SequenceState, int, np.ndarray]] = field(default_factory=list)
-
-
-class StepAhead:
-    """The step that was launched and is not read yet, if there is one.
-
-    num_ahead  number of steps that were launched before the previous step was read
-    """
-
-    def __init__(self) -> None:
-        self.step: LaunchedStep | None = None
-        self.num_ahead = 0
-
-    @property
-    def unread(self) -> int:
-        """Steps whose results the host does not know: 0 or 1."""
-        return int(self.step is not None)
-
-    def take(self) -> LaunchedStep | None:
-        """Returns the step to be read now; afterwards no step is ahead."""
-        step, self.step = self.step, None
-        return step
-
-    def put(self, step: LaunchedStep) -> LaunchedStep | None:
-        """Lets `step` run ahead; returns the step that ran ahead so far, which is to be read now."""
-        self.num_ahead += self.unread
-        previous, self.step = self.step, step
-        return previous
-
-
-# A step's last part, on the host: count it, hand out what was committed, let finished sequences go.
 
 
 class Collector:
@@ -439,30 +368,3 @@ def _planned_frame(sequence: SequenceState, update: "CanvasUpdate") -> Frame:
         num_slots=request.decoding.buffer_size,
         slots=tuple(replace(s.frame, tokens=s.frame.tokens[: end - s.start]) for s in update.slots),
     )
-
-
-# The experts that a forward routed its tokens to, if a request asks for them.
-
-
-def experts_of(
-    sequences: Sequence[SequenceState], batch: Batch, calls: Sequence[Sequence[Tensor]]
-) -> list[tuple[SequenceState, int, np.ndarray]]:
-    """For each sequence of a forward the first position of its tokens, and their experts (T, M, K), uint8 or uint16.
-
-    `calls` are the recorded calls of `recorded_experts`. The sequences share no page, so a sequence's first page
-    identifies its tokens.
-    """
-    ids_TMK = torch.stack([torch.cat(list(own)) for own in calls], dim=1).cpu()
-    lengths_K = batch.cu_seqlens_q.diff().long()
-    page_T = batch.pages_KP[:, 0].repeat_interleave(lengths_K).cpu()
-    positions_T = batch.positions_T.cpu()
-    found = []
-    for sequence in sequences:
-        at_T = page_T == (sequence.pages[0] if sequence.pages else -1)
-        if not at_T.any():
-            continue
-        own = positions_T[at_T].numpy()
-        assert (np.diff(own) == 1).all(), "a sequence's tokens in a forward are neighbours"
-        ids = ids_TMK[at_T].numpy()
-        found.append((sequence, int(own[0]), ids.astype(np.uint8 if ids.max() < 256 else np.uint16)))
-    return found

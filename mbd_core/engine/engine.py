@@ -17,7 +17,7 @@ from mbd_core.decoding.blocks.request import Output, Request, StepOutput, aborte
 from mbd_core.decoding.grammar.closings import STEP_TRIES
 from mbd_core.decoding.grammar.guide import Grammars, Guide, GuideState
 from mbd_core.engine.build import build_parts
-from mbd_core.engine.collector import Collector, LaunchedStep, StepAhead, StepPlan, experts_of
+from mbd_core.engine.collector import Collector
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.measures import EngineCounts, EngineMeasures, measure
 from mbd_core.engine.memory.adapters import AdapterInUse
@@ -30,8 +30,10 @@ from mbd_core.engine.sequences.sequence import SequenceState
 from mbd_core.engine.step.decode import decode_step, store_step
 from mbd_core.engine.step.kinds import StepKind
 from mbd_core.engine.step.report import HostCopy, StepReport
+from mbd_core.engine.step.routed_experts import experts_of
 from mbd_core.engine.step.rows import SlotLayout, StepRows, packed_rows
 from mbd_core.engine.step.runner import ModelRunner
+from mbd_core.engine.step_ahead import LaunchedStep, StepAhead, StepPlan
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.mlp import recorded_experts
 from mbd_core.ops.attention.choice import AttentionKernel

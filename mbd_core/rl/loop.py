@@ -27,7 +27,7 @@ from mbd_core.checkpoint.folder import read_folder
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.saving import MODEL_KIND, save_model
 from mbd_core.evaluation.measures.rates import Summary, summarize
-from mbd_core.evaluation.sweep.folder import graded_sample
+from mbd_core.evaluation.sweep.gathered_samples import graded_sample
 from mbd_core.evaluation.sweep.grading.graded_rows import GradedRow
 from mbd_core.multitf.recipes.recipe import RL_RECIPE
 from mbd_core.multitf.run.log import IDS, say

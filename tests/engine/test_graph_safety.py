@@ -25,11 +25,11 @@ from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.decoding.blocks.work import WORK_NAMES
 from mbd_core.engine import build as build_module
-from mbd_core.engine.collector import StepPlan
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.step import vocab as device_vocab
 from mbd_core.engine.step.kinds import StepKind
+from mbd_core.engine.step_ahead import StepPlan
 from mbd_core.models.decoder import Decoder, init_weights
 from mbd_core.models.model_config import Fp8Parts
 from mbd_core.models.quantize import quantize_weights

@@ -9,7 +9,8 @@ from mbd_core.evaluation.measures.summary import build_rows
 from mbd_core.evaluation.report.summary import joinable_records, planned_samples, times_of
 from mbd_core.evaluation.sweep.choice.best import BestPoint, By, check_halves, choose_best
 from mbd_core.evaluation.sweep.choice.best_folder import FILE, check_best_folder, write_best
-from mbd_core.evaluation.sweep.folder import load_samples, read_record
+from mbd_core.evaluation.sweep.folder import read_record
+from mbd_core.evaluation.sweep.gathered_samples import load_samples
 from mbd_core.evaluation.sweep.shard import SweepShard
 from mbd_core.evaluation.sweep.sweep import Sweep
 

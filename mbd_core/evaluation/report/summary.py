@@ -26,7 +26,8 @@ from mbd_core.evaluation.report.speeds import (
 )
 from mbd_core.evaluation.sandbox.processes import MEANING
 from mbd_core.evaluation.sweep.endpoints.endpoint import is_endpoint
-from mbd_core.evaluation.sweep.folder import SweepFolder, isolations, load_samples, read_record, read_times
+from mbd_core.evaluation.sweep.folder import SweepFolder, isolations, read_record, read_times
+from mbd_core.evaluation.sweep.gathered_samples import load_samples
 from mbd_core.evaluation.sweep.record import SweepRecord
 from mbd_core.tables import Table, markdown
 

@@ -20,15 +20,9 @@ from typing import Any, Self, cast
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mbd_core.batch.rows import COUNTS, DRAFTS, LIKELIHOOD, TimedRow, current_config
-from mbd_core.evaluation.measures.rates import RULES, GradedSample, SampleCounts
-from mbd_core.evaluation.measures.summary import ReportKey
-from mbd_core.evaluation.sweep.endpoints.endpoint import ENDPOINT_DEFAULT
+from mbd_core.batch.rows import DRAFTS, TimedRow, current_config
 from mbd_core.evaluation.sweep.grading.graded_rows import ISOLATION, GradedRow
 from mbd_core.evaluation.sweep.record import SweepRecord, current_plan, difference
-from mbd_core.evaluation.tasks.benchmarks import TASKS
-from mbd_core.evaluation.tasks.kinds.harness import HARNESS_PREFIX
-from mbd_core.evaluation.tasks.kinds.livecodebench import NAME as LIVE_CODE_BENCH
 from mbd_core.fields import configuration, load
 from mbd_core.files import (
     MANIFEST,
@@ -362,96 +356,6 @@ def read_times(folder: Path) -> Iterator[TimedRow]:
         path = folder / case_name(number)
         if part_id(path) == state.id:
             yield from read_rows(path)
-
-
-# The graded samples of sweeps, gathered by configuration for the report.
-
-COLUMNS = (
-    *OPTIONAL,
-    *("sample", "model", "method", "task", "config", "problem_id", "seed", "correct", "error", "finish_reason"),
-    *(f"{rule}_correct" for rule in RULES),
-    *COUNTS,
-)
-
-
-def load_samples(folders: Sequence[Path]) -> dict[ReportKey, list[GradedSample]]:
-    """The samples of sweeps by configuration: configurations in the order of their plans, samples by number.
-
-    A sample that several folders hold is counted once if their sweeps are the same. Raises `ValueError` if two
-    different sweeps share a model's configuration and a problem, because nothing says which row counts. Another seed
-    gives other problems only if the task draws its problems; a file's problems, and so their answers, are the same
-    under every seed.
-    """
-    samples: dict[ReportKey, list[GradedSample]] = {}
-    plans: dict[tuple[ReportKey, str, int | None, int | None], int] = {}  # of (configuration, problem, seed, draw)
-    rows: list[tuple[int, int, ReportKey, GradedSample]] = []
-    plan_values: list[Any] = []
-    for folder in folders:
-        record = read_record(folder)
-        for key in record.subjects():
-            samples.setdefault(key, [])
-        if record.plan not in plan_values:
-            plan_values.append(record.plan)
-        plan = plan_values.index(record.plan)
-        for row in read_samples(folder, columns=COLUMNS):
-            key = ReportKey(row["model"], row["method"], row["task"], row["config"])
-            subject = (key, row["problem_id"], row["seed"] if _is_drawn(key.task) else None, row["draw"])
-            if subject in plans:
-                if plans[subject] != plan:
-                    raise ValueError(
-                        f"{folder} and an earlier folder hold {row['problem_id']} of model '{key.model}' by method "
-                        f"'{key.method}', from sweeps that differ; join sweeps of different problems or models"
-                        f"{'' if _is_drawn(key.task) else ' (a seed changes nothing of the problems of a file)'}"
-                    )
-                continue
-            plans[subject] = plan
-            rows.append((plan, row["sample"], key, graded_sample(row)))
-    for _, _, key, sample in sorted(rows, key=lambda item: item[:2]):
-        samples[key].append(sample)
-    return {key: _group_of(group) for key, group in samples.items() if group}
-
-
-def _is_drawn(task: str) -> bool:
-    """Whether a seed decides the problems of a task."""
-    if task.startswith((HARNESS_PREFIX, f"{LIVE_CODE_BENCH}:")):
-        return False
-    return task not in TASKS or TASKS[task].generate is not None
-
-
-def _group_of(samples: list[GradedSample]) -> list[GradedSample]:
-    """A configuration's samples. If any of them has forward counts, none is bare."""
-    if all(sample.is_bare for sample in samples):
-        return samples
-    return [replace(sample, is_bare=False) for sample in samples]
-
-
-def graded_sample(row: GradedRow) -> GradedSample:
-    """The sample of a row of `GRADED_COLUMNS`."""
-    counts = None
-    if row["error"] is None:
-        counts = SampleCounts(
-            num_prompt_tokens=row["num_prompt_tokens"],
-            num_tokens=row["num_tokens"],
-            num_forwards=row["num_forwards"],
-            num_store_forwards=row["num_store_forwards"],
-            num_prefill_forwards=row["num_prefill_forwards"],
-            num_drafted_tokens=row.get("num_drafted_tokens"),
-            num_confirmed_tokens=row.get("num_confirmed_tokens"),
-        )
-    return GradedSample(
-        problem=row["problem_id"],
-        correct=row["correct"],
-        counts=counts,
-        cut=row["finish_reason"] == "length",
-        strict_correct=row["strict_correct"],
-        flexible_correct=row["flexible_correct"],
-        base_correct=row["base_correct"],
-        plus_correct=row["plus_correct"],
-        is_bare=row["method"] in (ENDPOINT_DEFAULT, LIKELIHOOD) and row["num_forwards"] is None,
-        seed=row["seed"],
-        draw=row.get("draw"),
-        vote=row.get("vote"),
-    )
 
 
 def _digest(path: Path) -> str | None:

@@ -18,9 +18,9 @@ from benchmarks.capacity.step_model import Deployment, StepModel, Work
 from benchmarks.capacity.traffic import Routing, Traffic, arrivals
 from benchmarks.roofline import ForwardCost
 from mbd_core.decoding.blocks.config import DecodingConfig
-from mbd_core.engine.collector import LaunchedStep, StepPlan
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.schedule import scheduler
+from mbd_core.engine.step_ahead import LaunchedStep, StepPlan
 from mbd_core.models.shapes import SHAPES
 
 MINI = SHAPES["llada2-mini"]

@@ -10,9 +10,9 @@ from benchmarks.capacity.simulated_engine import SimulatedEngine, weightless
 from benchmarks.capacity.step_model import Deployment, Work
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Output, Request
-from mbd_core.engine.collector import LaunchedStep, StepPlan
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
+from mbd_core.engine.step_ahead import LaunchedStep, StepPlan
 from mbd_core.models.shapes import SHAPES, random_model
 
 SHAPE = SHAPES["tiny-sdar"]

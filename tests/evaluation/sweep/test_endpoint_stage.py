@@ -27,7 +27,7 @@ from mbd_core.evaluation.sweep.endpoints.endpoint import (
     read_keys,
 )
 from mbd_core.evaluation.sweep.endpoints.request_form import RequestForm
-from mbd_core.evaluation.sweep.folder import graded_sample
+from mbd_core.evaluation.sweep.gathered_samples import graded_sample
 from mbd_core.evaluation.sweep.grading.part_grading import grade_table
 from mbd_core.evaluation.sweep.plan import endpoint_notes
 

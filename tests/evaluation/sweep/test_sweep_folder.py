@@ -27,12 +27,12 @@ from mbd_core.evaluation.sweep.folder import (
     REPORT,
     SweepFolder,
     check_sweep_folder,
-    load_samples,
     part_name,
     read_report,
     read_samples,
     read_times,
 )
+from mbd_core.evaluation.sweep.gathered_samples import load_samples
 from mbd_core.evaluation.sweep.shard import SweepShard
 from mbd_core.files import MANIFEST, is_named, write_json
 

@@ -20,7 +20,8 @@ from mbd_core.evaluation.measures.rates import summarize
 from mbd_core.evaluation.measures.summary import ReportKey
 from mbd_core.evaluation.report.summary import write_summary
 from mbd_core.evaluation.sweep.endpoints.endpoint import ENDPOINT_DEFAULT, Endpoint, EndpointStage
-from mbd_core.evaluation.sweep.folder import SweepFolder, load_samples, read_report, read_samples
+from mbd_core.evaluation.sweep.folder import SweepFolder, read_report, read_samples
+from mbd_core.evaluation.sweep.gathered_samples import load_samples
 from mbd_core.evaluation.sweep.grading.part_grading import Grading, grade_table
 from mbd_core.evaluation.sweep.loading import load_inputs
 from mbd_core.evaluation.sweep.options import SweepOptions
