@@ -10,7 +10,7 @@ in step 2 without effect, and its share of step 2 is dropped.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -19,9 +19,6 @@ from mbd_core.engine.schedule.scheduler import PrefillChunk
 from mbd_core.engine.sequences.sequence import SequenceState
 from mbd_core.engine.step.kinds import StepKind
 from mbd_core.engine.step.report import HostCopy
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,6 @@
 """The experts that a forward routed its tokens to, if a request asks for them."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -9,9 +8,6 @@ from torch import Tensor
 
 from mbd_core.engine.sequences.sequence import SequenceState
 from mbd_core.engine.step.batch import Batch
-
-if TYPE_CHECKING:
-    pass
 
 
 def experts_of(
