@@ -156,11 +156,9 @@ def _seeds(table: pa.Table, recipe: str) -> set[int]:
     return set(table.filter(pc.equal(table["recipe"], recipe))["seed"].unique().to_pylist())
 
 
-def report(out: Path) -> str:
-    """Gathers the rows of the finished pieces, and writes study.md and study.png; returns the Markdown.
-
-    Raises `ValueError` if there are none.
-    """
+def gathered(out: Path) -> pa.Table:
+    """The rows of a study: those of its finished pieces, which it writes as one file beside what training saw, or
+    without pieces those of that file."""
     pieces = sorted((out / "rows").glob("*.parquet"))
     if pieces:
         write_rows(out / ROWS, [read_table(piece) for piece in pieces])
@@ -168,7 +166,15 @@ def report(out: Path) -> str:
         if trained:
             with file_beside(out / TRAINING) as file:
                 pq.write_table(pa.concat_tables(trained, promote_options="permissive"), file, compression="zstd")
-    table = read_table(out / ROWS)
+    return read_table(out / ROWS)
+
+
+def report(out: Path) -> str:
+    """Gathers the rows of the finished pieces, and writes study.md and study.png; returns the Markdown.
+
+    Raises `ValueError` if there are none.
+    """
+    table = gathered(out)
     start = _seeds(table, BASE)
     whole = [name for name in (BASE, *sorted(ARMS)) if _seeds(table, name) == start]
     rows = of_recipes(table, whole)

@@ -78,13 +78,10 @@ def report(out: Path) -> str:
     """Gathers the rows of finished pieces, and writes study.md and study.png; returns the Markdown. The models are
     compared on the seeds that all of them have."""
     from research.ledger.report import aup_lines, cell_lines, draw_study
-    from research.ledger.rows import bootstrap_means, paired_rows, read_table, write_rows
-    from research.rl.report import of_recipes
+    from research.ledger.rows import bootstrap_means, paired_rows
+    from research.rl.report import gathered, of_recipes
 
-    pieces = sorted((out / "rows").glob("*.parquet"))
-    if pieces:
-        write_rows(out / ROWS, [read_table(piece) for piece in pieces])
-    table = read_table(out / ROWS)
+    table = gathered(out)
     names = [name for name in NAMES if name in set(table["recipe"].to_pylist())]
     rows = of_recipes(table, names)
     if rows is None:
@@ -95,8 +92,8 @@ def report(out: Path) -> str:
     lines = [
         "# What the same weights at one slot teach",
         "",
-        f"`ledger-mbd`, four slots, {TEACHER.answers * TEACHER.iterations} answers each; {means.rows.num_problems} "
-        f"unseen problems of ledger-mini over the seeds {', '.join(map(str, means.rows.seeds))}. Brackets: 95 % "
+        f"`ledger-mbd`, four slots, {TEACHER.answers * TEACHER.iterations:,} answers each; {means.rows.num_problems} "
+        f"unseen problems of ledger-mini of seed {', '.join(map(str, means.rows.seeds))}. Brackets: 95 % "
         "intervals over problems and seeds; of one seed they say nothing of another run.",
         "",
         f"## Each model minus the start at tau_m2t = {START_TAU}",

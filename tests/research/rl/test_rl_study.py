@@ -130,7 +130,12 @@ def test_supervised_training_has_as_many_learner_tokens() -> None:
 
 @pytest.mark.slow  # it trains
 def test_a_study_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = replace(A, iterations=1, rollouts=replace(A.rollouts, prompts=1, group=2))
+    small = replace(
+        A,
+        iterations=1,
+        rollouts=replace(A.rollouts, prompts=1, group=2),
+        groups=replace(A.groups, least_right=0.0),  # both answers are wrong
+    )
     arms: dict[str, RLRecipe | TrainingRecipe] = {"rl-A": small, "rl-D": shortened(D, 1)}
     size = ArmStudySize(seeds=(1,), problems=2, taus=(0.9,))
     first = ArmStudy(tmp_path / "out", arms, size)

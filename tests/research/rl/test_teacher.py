@@ -49,7 +49,7 @@ def test_a_report_is_of_the_seeds_that_all_models_have(tmp_path: Path) -> None:
             ]
             write_rows(tmp_path / "rows" / f"{recipe}-s{seed}.parquet", [pa.Table.from_pylist(rows, schema=COLUMNS)])
     text = report(tmp_path)
-    assert "4 unseen problems of ledger-mini over the seeds 1." in text and "+50" in text
+    assert "4 unseen problems of ledger-mini of seed 1." in text and "+50" in text
     assert text == (tmp_path / "study.md").read_text() and (tmp_path / "study.png").exists()
     for piece in (tmp_path / "rows").glob(f"{TEACHER.name}*"):
         piece.unlink()
