@@ -3,13 +3,10 @@
 import json
 import re
 from collections import Counter
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from mbd_core.decoding.grammar.schemas import GrammarRefused, plain_schema
 from mbd_core.fields import configuration
-
-if TYPE_CHECKING:
-    pass
 
 Syntax = Literal["json_schema", "regex", "lark"]
 NAMES: dict[Syntax, str] = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "grammar"}
