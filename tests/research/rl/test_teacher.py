@@ -1,5 +1,6 @@
 """The study of the teacher at one slot: its arms see equally many answers to the same new problems."""
 
+import shutil
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -11,11 +12,12 @@ from mbd_core.engine.config import EngineConfig
 from mbd_core.multitf.data.prepared import TinyData, conversations
 from mbd_core.rl.config import HeldOutConfig
 from mbd_core.rl.rollouts import RolloutPlan
-from research.ledger.plan import BASE, seeded
+from research.ledger.plan import BASE, REPORT, ROWS, seeded
 from research.ledger.rows import COLUMNS, write_rows
 from research.rl.teacher import NAMES, REWARD, SOLUTIONS, TEACHER, TEACHER_ARMS, report
 
 ANSWERS = 1280
+PUBLISHED = Path(__file__).resolve().parents[3] / "research" / "published" / "teacher"
 
 
 def test_arms_see_equally_many_answers_to_the_same_new_problems() -> None:
@@ -27,6 +29,11 @@ def test_arms_see_equally_many_answers_to_the_same_new_problems() -> None:
     assert isinstance(supervised.data, TinyData) and supervised.data.per_task == ANSWERS
     assert asked == [question for question, _ in islice(conversations(supervised.data), len(asked))]
     assert set(NAMES) == {BASE, *TEACHER_ARMS}
+
+
+def test_the_published_report_is_that_of_its_rows(tmp_path: Path) -> None:
+    shutil.copy(PUBLISHED / ROWS, tmp_path)
+    assert report(tmp_path) == (PUBLISHED / REPORT).read_text()
 
 
 def test_a_report_is_of_the_seeds_that_all_models_have(tmp_path: Path) -> None:
