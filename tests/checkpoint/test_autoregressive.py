@@ -163,7 +163,7 @@ def test_what_an_autoregressive_model_cannot_do_is_refused(case: tuple[Path, Any
         DecodingConfig(block_size=1, causal=Causal(method="ar")),
         Grammar(syntax="regex", text="1"),
     )
-    with pytest.raises(RequestRefused, match="leave it out"):
+    with pytest.raises(RequestRefused, match="without a tokenizer"):
         engine.add(replace(plain, decoding=token_by_token, grammar=digits))
 
 

@@ -139,7 +139,7 @@ class StoredLogits(torch.nn.Module):
     def __init__(self, student: Tensor, teacher: Tensor) -> None:
         super().__init__()
         self.student, self.teacher = torch.nn.Parameter(student), teacher
-        self.config = SimpleNamespace(vocab_size=student.shape[-1], mask_token_id=250)
+        self.config = SimpleNamespace(vocab_size=student.shape[-1], mask_token_id=250, moe=None, num_layers=1)
         self.teaching = False
 
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Any, *, training: Training) -> Tensor:
