@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,7 +82,7 @@ class Engine:
             clock=clock,
             eos_token_ids=model.config.eos_token_ids,
             share=self.ranks.share,
-            tries=self._tries,
+            tries=partial(step_tries, config),  # no method: the engine must die with its last reference
             trace=trace,
         )
         self._num_steps = 0
@@ -489,14 +490,10 @@ class Engine:
             return LaunchedStep(plan=plan, report=None, planned=store_step(self._state, lay_out(None)))
         ids = self.model.config.edit_token_ids
         steering = self._seating.ledger.steering(
-            self.ranks.share, tries=self._tries(), ids=EditTokens(*ids) if ids else None
+            self.ranks.share, tries=step_tries(self.config), ids=EditTokens(*ids) if ids else None
         )
         report, planned_part = decode_step(self._state, plan.kind, lay_out, steering)
         return LaunchedStep(plan=plan, report=HostCopy(report), planned=planned_part)
-
-    def _tries(self) -> float:
-        """The work of all guides in a step. In a batch-invariant engine a row must not wait for other rows."""
-        return math.inf if self.config.batch_invariant else STEP_TRIES
 
     def collect(self, step: LaunchedStep) -> list[StepOutput]:
         """A step's third part, on the host again: counts it, hands out committed tokens, releases ended sequences."""
@@ -517,3 +514,8 @@ class Engine:
     def check_integrity(self) -> None:
         """No page or batch row is lost or owned twice; raises `AssertionError`."""
         self.scheduler.check_integrity()
+
+
+def step_tries(config: EngineConfig) -> float:
+    """The work of all guides in a step. In a batch-invariant engine a row must not wait for other rows."""
+    return math.inf if config.batch_invariant else STEP_TRIES

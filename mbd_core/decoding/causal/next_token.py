@@ -106,7 +106,7 @@ class TokenDecoder(PrefixDecoder):
         if self._allowed is not None and (allowed_V := self._allowed()) is not None:
             mask_V = torch.zeros(logits_PV.shape[-1], dtype=torch.bool)
             mask_V[: len(allowed_V)] = torch.from_numpy(allowed_V)
-            logits_PV = logits_PV.masked_fill(~mask_V.to(logits_PV.device), FORBIDDEN)
+            logits_PV = logits_PV.float().masked_fill(~mask_V.to(logits_PV.device), FORBIDDEN)
         return self._opened(logits_PV, behind, lambda position: tokens[:position], forward=0)
 
     def accept_decided(self, decided: Sequence[tuple[int, float]]) -> CanvasUpdate:

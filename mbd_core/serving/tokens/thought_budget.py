@@ -87,15 +87,19 @@ class _BudgetedAnswer:
 
     async def steps(self, reopen: Callable[[Request], Awaitable[TokenStream]]) -> AsyncIterator[StepOutput]:
         while not self._is_spent:
-            step = await anext(self._stream)
+            step = await anext(self._stream, None)
+            if step is None:
+                return
             number = self._push(step.piece.tokens)
-            if number < len(step.piece) and (step.output is None or step.output.finish_reason != "abort"):
-                step = replace(step, piece=step.piece[:number], output=None)
+            dropped = len(step.piece) - number
+            if dropped and (step.output is None or step.output.finish_reason != "abort"):
+                counts = replace(step.counts, num_tokens=step.counts.num_tokens - dropped)
+                step = replace(step, piece=step.piece[:number], output=None, counts=counts, frame=None)
             yield self._answer.add(step)
             if step.output is not None:
                 return
         self._stream.close()
-        yield self._answer.put_in(self._budget.end)
+        yield self._answer.put_in(self._rest_of_end())
         rest = self._answer.next_request()
         # Another id: a step of the first request may still be on its way.
         self._stream = await reopen(replace(rest, request_id=f"{rest.request_id}t"))
@@ -108,6 +112,13 @@ class _BudgetedAnswer:
     @property
     def _is_spent(self) -> bool:
         return self._watch.is_spent(self._budget.num_tokens)
+
+    def _rest_of_end(self) -> tuple[int, ...]:
+        """The tokens of the end mark that the answer does not end with already."""
+        end = self._budget.end
+        tokens = self._answer.request.committed + self._answer.piece.tokens
+        begun = next((n for n in range(len(end) - 1, 0, -1) if tokens[-n:] == end[:n]), 0)
+        return end[begun:]
 
     def _push(self, tokens: Sequence[int]) -> int:
         """Follow the tokens until the budget is spent; returns their number."""

@@ -56,6 +56,9 @@ class FakeGroup:
     def receive(self) -> Any:
         return self.shared.messages.get(timeout=PATIENCE)
 
+    def share(self, decide: Any) -> Any:
+        raise AssertionError("no request of these tests has a guide")
+
     def barrier(self) -> None:
         self.shared.meeting.wait(PATIENCE)
 

@@ -79,9 +79,11 @@ def test_a_cut_stream_with_a_budget_is_taken_up_again(opening: Path) -> None:
     places = [(e["choices"][0]["resume"], i) for i, e in enumerate(events) if e["choices"][0].get("resume")]
     tokens = [token for e in events for token in e["choices"][0].get("token_ids") or ()]
     assert len(places) > 3
-    for place, number in places[:: len(places) // 3]:
-        resume = place | {"token_ids": tokens[: place["num_tokens"]]}
-        [rest] = answers(opening, ("chat", asked | {"resume": resume}), num_pages=256)
+    asks = [("chat", asked | {"resume": place | {"token_ids": tokens[: place["num_tokens"]]}}) for place, _ in places]
+    in_mark = {**places[0][0], "num_tokens": BUDGET + 1, "token_ids": tokens[: BUDGET + 1]}
+    *rests, cut = answers(opening, *asks, ("chat", asked | {"resume": in_mark}), num_pages=512)
+    assert "</th" not in delta_text(cut, "reasoning") + delta_text(cut, "content")
+    for (_, number), rest in zip(places, rests, strict=True):
         for name in ("content", "reasoning"):
             assert delta_text(events[: number + 1], name) + delta_text(rest, name) == delta_text(events, name)
 
