@@ -11,9 +11,7 @@ from mbd_core.evaluation.measures.summary import ReportKey
 from mbd_core.evaluation.sweep.endpoints.endpoint import ENDPOINT_DEFAULT
 from mbd_core.evaluation.sweep.folder import OPTIONAL, read_record, read_samples
 from mbd_core.evaluation.sweep.grading.graded_rows import GradedRow
-from mbd_core.evaluation.tasks.benchmarks import TASKS
-from mbd_core.evaluation.tasks.kinds.harness import HARNESS_PREFIX
-from mbd_core.evaluation.tasks.kinds.livecodebench import NAME as LIVE_CODE_BENCH
+from mbd_core.evaluation.tasks.benchmarks import find_task
 
 COLUMNS = (
     *OPTIONAL,
@@ -62,9 +60,10 @@ def load_samples(folders: Sequence[Path]) -> dict[ReportKey, list[GradedSample]]
 
 def _is_drawn(task: str) -> bool:
     """Whether a seed decides the problems of a task."""
-    if task.startswith((HARNESS_PREFIX, f"{LIVE_CODE_BENCH}:")):
-        return False
-    return task not in TASKS or TASKS[task].generate is not None
+    try:
+        return find_task(task).generate is not None
+    except ValueError:
+        return True  # a task of another version
 
 
 def _group_of(samples: list[GradedSample]) -> list[GradedSample]:

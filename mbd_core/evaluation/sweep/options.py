@@ -19,7 +19,12 @@ class TaskOptions:
     """Tasks, and how they are asked."""
 
     tasks: Annotated[
-        Texts, Flag(help=f"Tasks: {', '.join(TASKS)}; in a sweep also harness:NAME.", metavar=LIST, commas=True)
+        Texts,
+        Flag(
+            help=f"Tasks: {', '.join(TASKS)}; in a sweep also bfcl:CATEGORY and harness:NAME.",
+            metavar=LIST,
+            commas=True,
+        ),
     ]
     recipe: Annotated[str, Flag(help=f"How tasks are asked: {', '.join(RECIPES)}.", metavar="NAME")] = OWN_CHAT.name
     examples: Annotated[Texts, Flag(metavar="TASK=PATH", opened_by="job")] = ()

@@ -20,6 +20,7 @@ from mbd_core.batch.rows import TIMED_COLUMNS, config_text
 from mbd_core.batch.timed_cases import Timing
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.evaluation.report.summary import rewrite_summary, summarize_sweeps, write_summary
+from mbd_core.evaluation.sweep import gathered_samples
 from mbd_core.evaluation.sweep.folder import (
     FAILURE,
     LOCK,
@@ -347,3 +348,19 @@ def test_folders_that_hold_no_sweep_of_ours_are_named(tmp_path: Path) -> None:
     (tmp_path / RECORD).write_text(json.dumps({"mine": 1}))
     with pytest.raises(ValueError, match=r"sweep.json"):
         check_sweep_folder(tmp_path, RECORDED)
+
+
+@pytest.mark.parametrize(
+    ("task", "is_drawn"),
+    [
+        ("gsm-mini", True),
+        ("gsm8k", False),
+        ("livecodebench:2024-08..2025-01", False),
+        ("harness:arc_easy", False),
+        ("bfcl:irrelevance", False),
+        ("bfcl-free:simple_python", False),
+        ("a task of another version", True),
+    ],
+)
+def test_a_seed_decides_the_problems_of_generated_tasks_alone(task: str, is_drawn: bool) -> None:
+    assert gathered_samples._is_drawn(task) == is_drawn
