@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from mbd_core.command_line import command
 from mbd_core.engine.config import Dtype
+from mbd_core.evaluation.measures.statistics import p_text, sign_test, wins_and_losses
 from mbd_core.fields import DATA, DECODING, ENGINE, MODEL, OUTPUT, Flag, Ge, load
 from mbd_core.files import check_target_folder, folder_beside, write_text
 from mbd_core.tables import Cell
@@ -195,7 +196,7 @@ def _ask_engine(llm: LLM, question: str) -> ArmReply:
 
 
 def report(rows: Sequence[Answered]) -> list[str]:
-    """One table and three sentences."""
+    """One table and four sentences."""
     arms, tasks = list(dict.fromkeys(row.arm for row in rows)), list(dict.fromkeys(row.task for row in rows))
     lines: list[list[Cell]] = []
     for arm in arms:
@@ -217,7 +218,17 @@ def report(rows: Sequence[Answered]) -> list[str]:
         f"({accuracy[NAIVE]} %).",
         f"After MultiTF four blocks at once give {_tps(of[TRAINED]) / _tps(of[BASE]):.2f} times the base's tokens a "
         f"second, {_tpf(of[TRAINED]):.2f} tokens a forward, and {accuracy[TRAINED]} % right answers.",
+        "Of the same questions (exact sign test), MultiBD after MultiTF alone is right in "
+        f"{_against(of[TRAINED], of[NAIVE], 'MultiBD before it')}, and in "
+        f"{_against(of[TRAINED], of[SINGLE], 'SingleBD')}.",
     ]
+
+
+def _against(first: Sequence[Answered], second: Sequence[Answered], other: str) -> str:
+    """How often one of two arms alone is right. Their rows are of the same questions, in the same order."""
+    pairs = zip(first, second, strict=True)
+    wins, losses = wins_and_losses((str(i), int(a.is_right) - int(b.is_right)) for i, (a, b) in enumerate(pairs))
+    return f"{wins} and {other} in {losses} (p {p_text(sign_test(wins, losses), equals='= ')})"
 
 
 def _percent(values: Sequence[bool]) -> str:

@@ -59,6 +59,7 @@ def test_the_sentences_say_what_the_rows_say() -> None:
     assert "The base writes 20.0 tokens a second, and 0 %" in text
     assert "2.00 times as many a second block by block (100 % right), and 2.50 times" in text
     assert "4.00 times the base's tokens a second, 5.00 tokens a forward, and 100 % right answers." in text
+    assert "alone is right in 1 and MultiBD before it in 0 (p = 1.000), and in 0 and SingleBD in 0" in text
     assert set(ARMS) == {r.arm for r in rows}
 
 
