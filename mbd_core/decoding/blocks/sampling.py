@@ -15,13 +15,25 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from mbd_core.decoding.blocks.adjustments import Adjust
 
 _MASK32 = 0xFFFFFFFF
+FORBIDDEN = -1e30
+"""A logit whose probability is 0, and finite."""
 CACHED = 2**18
 """Probabilities that are computed and searched at once on a CPU: a megabyte, which stays in its caches."""
 GROUP = 64
 """Ids whose highest probability is found first on a CPU: torch searches highest values fast there, places slowly."""
+
+
+def allowed_alone(logits_PV: Tensor, allowed_V: np.ndarray) -> Tensor:
+    """The logits in float32, `FORBIDDEN` at each id that is not allowed or lies behind `allowed_V`."""
+    mask_V = torch.from_numpy(allowed_V).to(logits_PV.device)
+    masked_PV = torch.full_like(logits_PV, FORBIDDEN, dtype=torch.float32)
+    masked_PV[..., : len(mask_V)] = torch.where(mask_V, logits_PV[..., : len(mask_V)].float(), FORBIDDEN)
+    return masked_PV
 
 
 @dataclass(frozen=True)

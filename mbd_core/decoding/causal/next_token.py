@@ -31,12 +31,11 @@ import torch
 from torch import Tensor
 
 from mbd_core.decoding.blocks.request import Request
-from mbd_core.decoding.blocks.sampling import Vocab
+from mbd_core.decoding.blocks.sampling import Vocab, allowed_alone
 from mbd_core.decoding.canvas.plan import CanvasPlan, CanvasUpdate, Guesses, OpenLogits, Query
 from mbd_core.decoding.canvas.unmasking import accept_best
 from mbd_core.decoding.causal.prefix import LEAST, PrefixDecoder, guessed
 
-FORBIDDEN = -1e30  # a logit whose probability is 0, and finite
 RowKind = Literal["plain", "draft", "verify"]
 
 
@@ -104,9 +103,7 @@ class TokenDecoder(PrefixDecoder):
             behind += [] if row is None else (row.logits_at - row.gap).tolist()
         logits_PV = torch.cat(logits)
         if self._allowed is not None and (allowed_V := self._allowed()) is not None:
-            mask_V = torch.zeros(logits_PV.shape[-1], dtype=torch.bool)
-            mask_V[: len(allowed_V)] = torch.from_numpy(allowed_V)
-            logits_PV = logits_PV.float().masked_fill(~mask_V.to(logits_PV.device), FORBIDDEN)
+            logits_PV = allowed_alone(logits_PV, allowed_V)
         return self._opened(logits_PV, behind, lambda position: tokens[:position], forward=0)
 
     def accept_decided(self, decided: Sequence[tuple[int, float]]) -> CanvasUpdate:

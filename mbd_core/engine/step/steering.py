@@ -22,12 +22,11 @@ from torch import Tensor
 from mbd_core.decoding.blocks.acceptance import Prediction
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer, Chosen, Rewritten
 from mbd_core.decoding.blocks.levenshtein import EditTokens, edited_block
-from mbd_core.decoding.blocks.sampling import Draw, Vocab, choose
+from mbd_core.decoding.blocks.sampling import FORBIDDEN, Draw, Vocab, allowed_alone, choose
 from mbd_core.decoding.grammar.closings import Search
 from mbd_core.decoding.grammar.guide import AllowedToken, Guide, GuideState, Pick
 from mbd_core.engine.sequences.sequence import SequenceState, TextScores
 
-FORBIDDEN = -1e30  # a logit whose probability is 0, and finite
 LogitsOf = Callable[[slice], Tensor]
 
 
@@ -245,9 +244,7 @@ def _picker(row: _Row, buffer: BlockBuffer, vocab: Vocab) -> Pick:
 
     def pick(i: int, allowed_V: np.ndarray) -> AllowedToken:
         logits_V = row.logits[i]
-        mask_V = torch.from_numpy(allowed_V).to(logits_V.device)
-        masked_V = torch.full_like(logits_V, FORBIDDEN)
-        masked_V[: len(mask_V)] = torch.where(mask_V, logits_V[: len(mask_V)], FORBIDDEN)
+        masked_V = allowed_alone(logits_V, allowed_V)
         position = slice(i, i + 1)
         token_P, probability_P = choose(
             masked_V[None],
