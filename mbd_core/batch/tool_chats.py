@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 from mbd_core.calls.answer_reader import AnswerReader
 from mbd_core.calls.reader import CallReader
 from mbd_core.calls.rule import CallRule
-from mbd_core.calls.thoughts import Thoughts, thought_form, thoughts_behind
-from mbd_core.checkpoint.chat import call_form, chat_text, decode_text
+from mbd_core.checkpoint.chat import call_form, chat_text, decode_text, prompt_thoughts
 from mbd_core.checkpoint.literal_text import token_ids
 from mbd_core.decoding.grammar.grammar import Grammar
 
@@ -49,13 +48,13 @@ class ToolChat:
         `ValueError` for a template that shows calls in a form that is not known."""
         if not self.grammar:
             return None
-        vocabulary, thoughts = tokenizer.get_added_vocab(), _thoughts(tokenizer, prompt)
+        vocabulary, thoughts = tokenizer.get_added_vocab(), prompt_thoughts(tokenizer, prompt)
         grammar = self._rule.grammar(call_form(tokenizer), vocabulary)
         return grammar if thoughts is None else thoughts.before(grammar, vocabulary)
 
     def answer(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], tokens: Sequence[int]) -> str:
         """The answer of these tokens, as `answer_text` writes it."""
-        thoughts = _thoughts(tokenizer, prompt)
+        thoughts = prompt_thoughts(tokenizer, prompt)
         calls = CallReader(call_form(tokenizer), dict(self._rule.functions))
         reader = AnswerReader(None if thoughts is None else thoughts.reader(), calls)
         piece = reader.push(decode_text(tokenizer, tokens, special=True), ends=True)
@@ -69,14 +68,6 @@ class ToolChat:
             must=False,
             several=True,
         )
-
-
-PROMPT_END = 16  # tokens of a prompt's end, which say whether thoughts are open there
-
-
-def _thoughts(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) -> Thoughts | None:
-    form = thought_form(tokenizer.get_chat_template())
-    return thoughts_behind(decode_text(tokenizer, prompt[-PROMPT_END:], special=True), form)
 
 
 def answer_text(content: str, calls: Sequence[Mapping[str, str]]) -> str:

@@ -18,6 +18,7 @@ from jinja2 import TemplateError
 from mbd_core.calls.form import CallForm
 from mbd_core.calls.forms import FORM_NAMES, HERMES, form_named
 from mbd_core.calls.recognition import SHAPE_ERRORS, history, recognised, turn_text
+from mbd_core.calls.thoughts import Thoughts, thought_form, thoughts_behind
 from mbd_core.checkpoint.literal_text import MaskedText, Masking, literal, masking_of, token_ids
 
 if TYPE_CHECKING:
@@ -215,6 +216,15 @@ def question_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 def question(text: str) -> list[dict[str, str]]:
     """A chat with one message of the user."""
     return [{"role": "user", "content": text}]
+
+
+PROMPT_END = 16  # tokens of a prompt's end, which say whether thoughts are open there
+
+
+def prompt_thoughts(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) -> Thoughts | None:
+    """The thoughts that an answer to a chat's prompt may begin with; `None` if its template knows none."""
+    form = thought_form(tokenizer.get_chat_template() if tokenizer.chat_template else "")
+    return thoughts_behind(decode_text(tokenizer, prompt[-PROMPT_END:], special=True), form)
 
 
 def decode_text(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], *, special: bool = False) -> str:

@@ -13,8 +13,8 @@ from mbd_core.calls.answer_reader import AnswerReader
 from mbd_core.calls.form import CallForm
 from mbd_core.calls.reader import CallReader
 from mbd_core.calls.rule import CallRule
-from mbd_core.calls.thoughts import Thoughts, thought_form, thoughts_behind, thoughts_continued
-from mbd_core.checkpoint.chat import call_form, decode_text, unknown_variables
+from mbd_core.calls.thoughts import Thoughts, thought_form, thoughts_continued
+from mbd_core.checkpoint.chat import call_form, decode_text, prompt_thoughts, unknown_variables
 from mbd_core.checkpoint.literal_text import control_tokens
 from mbd_core.checkpoint.tokenizer import grammars_of
 from mbd_core.decoding.answers.piece import Piece
@@ -51,7 +51,6 @@ from mbd_core.serving.tokens.thought_budget import BudgetedSource, ThoughtBudget
 
 ApiRequest = CompletionRequest | ChatRequest
 
-PROMPT_END = 16  # tokens of a prompt's end, which say whether thoughts are open there
 PLACES = 2  # choices that one client may have at the engines, per batch row
 
 
@@ -185,8 +184,7 @@ class ModelRoute:
         last = str(api_request.turns[-1]["content"]) if api_request.continue_final_message else ""
         if last.strip():
             return thoughts_continued(last, self._thought_form)
-        end = self.decode_all(list(prompts[0][-PROMPT_END:]))
-        return thoughts_behind(end, self._thought_form)
+        return prompt_thoughts(self.model.tokenizer, prompts[0])
 
     def _budget(
         self, api_request: ApiRequest, thoughts: Thoughts | None, decoding: DecodingConfig
