@@ -1,6 +1,6 @@
 """The report of the study of reinforcement learning, from its rows alone: claims with verdicts, cells, the front."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -210,20 +210,27 @@ def render(table: pa.Table, means: DrawnMeans, training: pa.Table | None) -> str
         *_arm_lines(table),
         "",
         *(["## What training saw", "", *_training_lines(training), ""] if training is not None else []),
-        "## All cells",
-        "",
-        *cell_lines(means, names=NAMES),
-        "",
-        "## AUP",
-        "",
-        *aup_lines(means, names=NAMES),
-        "",
-        f"![accuracy over tokens per forward]({PLOT})",
-        "",
+        *cell_sections(means, NAMES),
         NOTES,
         "",
     ]
     return "\n".join(lines)
+
+
+def cell_sections(means: DrawnMeans, names: Mapping[str, str]) -> list[str]:
+    """The sections that end a report: each cell, AUP, the plot."""
+    return [
+        "## All cells",
+        "",
+        *cell_lines(means, names=names),
+        "",
+        "## AUP",
+        "",
+        *aup_lines(means, names=names),
+        "",
+        f"![accuracy over tokens per forward]({PLOT})",
+        "",
+    ]
 
 
 def _claim_lines(verdicts: Sequence[JudgedArmClaim]) -> list[str]:

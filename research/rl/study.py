@@ -71,12 +71,19 @@ def run(
     from research.rl.report import report
 
     if not report_only:
-        import torch
-
-        if threads is not None:
-            torch.set_num_threads(threads)
-        ArmStudy(out, ARMS, size).compute()
+        compute_arms(out, ARMS, size, threads)
     print(report(out))
+
+
+def compute_arms(
+    out: Path, arms: Mapping[str, RLRecipe | TrainingRecipe], size: ArmStudySize, threads: int | None
+) -> None:
+    """Compute what is missing of these arms, by this number of threads. Raises the errors of `ArmStudy`."""
+    import torch
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    ArmStudy(out, arms, size).compute()
 
 
 class ArmStudy:

@@ -20,7 +20,7 @@ from mbd_core.multitf.recipes.shipped import LEDGER_MBD
 from mbd_core.rl.config import FRESH_STREAMS
 from mbd_core.rl.recipes import LEDGER_OPD, LEDGER_RL
 from research.ledger.plan import BASE, PLOT, REPORT, ROWS
-from research.rl.study import ArmStudy, ArmStudySize
+from research.rl.study import ArmStudySize, compute_arms
 from research.tables import table_lines
 
 if TYPE_CHECKING:
@@ -66,20 +66,16 @@ def run(
     The same command goes on with what is missing; run twice at once, it shares the work.
     """
     if not report_only:
-        import torch
-
-        if threads is not None:
-            torch.set_num_threads(threads)
-        ArmStudy(out, TEACHER_ARMS, size).compute()
+        compute_arms(out, TEACHER_ARMS, size, threads)
     print(report(out))
 
 
 def report(out: Path) -> str:
     """Gathers the rows of finished pieces, and writes study.md and study.png; returns the Markdown. The models are
     compared on the seeds that all of them have."""
-    from research.ledger.report import aup_lines, cell_lines, draw_study
+    from research.ledger.report import draw_study
     from research.ledger.rows import bootstrap_means, paired_rows
-    from research.rl.report import gathered, of_recipes
+    from research.rl.report import cell_sections, gathered, of_recipes
 
     table = gathered(out)
     names = [name for name in NAMES if name in set(table["recipe"].to_pylist())]
@@ -102,16 +98,7 @@ def report(out: Path) -> str:
         "",
         *_difference_lines(table, names),
         "",
-        "## All cells",
-        "",
-        *cell_lines(means, names=NAMES),
-        "",
-        "## AUP",
-        "",
-        *aup_lines(means, names=NAMES),
-        "",
-        f"![accuracy over tokens per forward]({PLOT})",
-        "",
+        *cell_sections(means, NAMES),
     ]
     text = "\n".join(lines)
     write_text(out / REPORT, text)
