@@ -1,10 +1,17 @@
 """A digest of a model folder: sweeps and trainings check with it that they go on with the model they began with."""
 
 import hashlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
+
+import numpy as np
 
 from mbd_core.checkpoint.config import load_config
 from mbd_core.files import MANIFEST
+from mbd_core.storage.download import NUM_STREAMS
+from mbd_core.storage.streamed import STUB, Bytes, RangeReader, StreamedFile
 
 WHOLE_BYTES = 8 * 2**20  # a file of at most this size is read whole
 NUM_PROBES, PROBE_BYTES = 64, 64 * 2**10  # of a larger file, evenly spread
@@ -15,20 +22,50 @@ def model_digest(folder: Path) -> str:
     """A hash of the files' names, sizes and contents; large files at 64 places, because training changes all places.
 
     Of `generation_config.json` only the EOS ids and the mask id count, which it decides together with `config.json`.
-    Raises `ValueError` if the two files contradict each other.
+    A file that stays at its URL counts as if it lay there. Raises `ValueError` if the two files contradict each
+    other, or a URL cannot be read.
     """
     config = load_config(folder)
     digest = hashlib.sha256(f"{sorted(config.eos_token_ids)} {config.mask_token_id}\n".encode())
-    for file in sorted(p for p in folder.iterdir() if p.is_file() and not p.name.startswith(".")):
-        if file.name in NOT_HASHED or file.suffix == ".md":
+    files = [p for p in folder.iterdir() if p.is_file() and not p.name.startswith(".")]
+    for file in sorted(files, key=_name):
+        if _name(file) in NOT_HASHED or file.suffix == ".md":
             continue
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}\n".encode())
-        with file.open("rb") as content:
-            if size <= WHOLE_BYTES:
-                digest.update(content.read())
-                continue
-            for number in range(NUM_PROBES):
-                content.seek(number * (size - PROBE_BYTES) // (NUM_PROBES - 1))
-                digest.update(content.read(PROBE_BYTES))
+        streamed = StreamedFile.at(file.with_name(_name(file))) if file.name.endswith(STUB) else None
+        size = file.stat().st_size if streamed is None else streamed.size
+        digest.update(f"{_name(file)} {size}\n".encode())
+        for content in _read(file, places(size)) if streamed is None else _read_at_url(streamed, places(size)):
+            digest.update(content)
     return digest.hexdigest()[:16]
+
+
+def _name(file: Path) -> str:
+    """The file's name; a stub's is that of the file at the URL."""
+    return file.name.removesuffix(STUB)
+
+
+def places(size: int) -> list[range]:
+    """The bytes that count of a file of so many."""
+    if size <= WHOLE_BYTES:
+        return [range(size)]
+    starts = (number * (size - PROBE_BYTES) // (NUM_PROBES - 1) for number in range(NUM_PROBES))
+    return [range(start, start + PROBE_BYTES) for start in starts]
+
+
+def _read(file: Path, parts: list[range]) -> Iterator[bytes]:
+    with file.open("rb") as content:
+        for part in parts:
+            content.seek(part.start)
+            yield content.read(len(part))
+
+
+def _read_at_url(file: StreamedFile, parts: list[range]) -> Iterator[Bytes]:
+    with closing(RangeReader(file)) as reader, ThreadPoolExecutor(NUM_STREAMS) as threads:
+
+        def read(part: range) -> Bytes:
+            content = np.empty(len(part), np.uint8)
+            reader.read_into(content, part.start - file.begin)
+            return content
+
+        yield from threads.map(read, parts)
+        reader.check_unchanged()

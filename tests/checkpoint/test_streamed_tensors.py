@@ -11,7 +11,9 @@ import torch
 from checkpoint_folders import CONFIGS, rounded_folder, write_model
 from torch import Tensor
 
+from mbd_core.checkpoint import model_digest as model_digests
 from mbd_core.checkpoint.loading import load_model
+from mbd_core.checkpoint.model_digest import model_digest
 from mbd_core.checkpoint.safetensor_files import WEIGHTS, list_tensors
 from mbd_core.checkpoint.streamed_tensors import StreamedTensors
 from mbd_core.models.shard import Shard
@@ -64,6 +66,24 @@ def test_the_weights_of_each_rank_are_those_of_the_folder(kind: str, served: Fil
         assert_equal(weights_of(folder, rank=rank, ranks=ranks), weights_of(stubs, rank=rank, ranks=ranks))
     if kind == "experts in FP8":
         assert_equal(weights_of(folder, fp8="blocks"), weights_of(stubs, fp8="blocks"))
+
+
+@pytest.mark.parametrize("whole_bytes", [8 * 2**20, 1_000])
+def test_the_digest_is_that_of_the_downloaded_folder(
+    whole_bytes: int, served: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_digests, "WHOLE_BYTES", whole_bytes)
+    monkeypatch.setattr(model_digests, "PROBE_BYTES", 500)
+    folder, stubs = tmp_path / "www" / "m", stream(served.url)
+    digest = model_digest(folder)
+    assert model_digest(stubs) == digest
+    content = bytearray((folder / WEIGHTS).read_bytes())
+    content[-1] ^= 1
+    (folder / WEIGHTS).write_bytes(content)
+    os.utime(folder / WEIGHTS, (0, 0))
+    with pytest.raises(ValueError, match="was changed since its folder was asked for; start again"):
+        model_digest(stubs)
+    assert model_digest(stream(served.url)) == model_digest(folder) != digest
 
 
 def test_ranks_read_their_rows_and_s3_serves_too(served: FileServer, tiny_model_dir: Path, s3: str) -> None:
