@@ -23,7 +23,7 @@ from mbd_core.engine.engine import Engine
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.shapes import SHAPES
 from mbd_core.serving.api.chat_fields import TemplateFields
-from mbd_core.serving.api.engine_requests import chat_ids
+from mbd_core.serving.api.chat_ids import chat_ids
 from mbd_core.serving.tokens.served_model import ServedModel
 
 QUESTION, NEXT = "Tom has 3 apples and buys 4 more. How many has he?", "And if he eats two?"

@@ -22,13 +22,8 @@ from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.methods import SpeedPoint
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.engine.sequences.admission import RequestRefused, compile_guide, penalties_refused
-from mbd_core.serving.api.engine_requests import (
-    chat_ids,
-    committed_texts,
-    engine_requests,
-    grammar_of,
-    text_ids,
-)
+from mbd_core.serving.api.chat_ids import chat_ids
+from mbd_core.serving.api.engine_requests import committed_texts, engine_requests, grammar_of
 from mbd_core.serving.api.errors import FieldError
 from mbd_core.serving.api.fields import Template, TemplateTokens, template_tokens
 from mbd_core.serving.api.replies import Reply
@@ -38,6 +33,7 @@ from mbd_core.serving.api.requests import (
     CompletionRequest,
     GenerationRequest,
 )
+from mbd_core.serving.api.tokenizing import text_ids
 from mbd_core.serving.server.answer import AnswerParts, ServedAnswer
 from mbd_core.serving.server.measures import RequestWatch
 from mbd_core.serving.server.prompt_scores import PromptScores, score_requests

@@ -9,13 +9,7 @@ from functools import partial
 from typing import TypeVar
 
 from mbd_core.serving.api.dialect import ChatDialect
-from mbd_core.serving.api.engine_requests import (
-    TokenizerThreads,
-    check_number,
-    detokenize,
-    tokenize,
-    tokenizer_info,
-)
+from mbd_core.serving.api.engine_requests import check_number
 from mbd_core.serving.api.errors import AGAIN_SECONDS, ApiError, FieldError, clip
 from mbd_core.serving.api.message_shapes import InputTokens
 from mbd_core.serving.api.messages import CountTokensRequest, MessagesRequest
@@ -28,6 +22,8 @@ from mbd_core.serving.api.requests import (
 )
 from mbd_core.serving.api.responses import ResponsesRequest
 from mbd_core.serving.api.shapes import Model, Models, TokenIds, TokenizerInfo, TokenText
+from mbd_core.serving.api.tokenizer_replies import detokenize, tokenize, tokenizer_info
+from mbd_core.serving.api.tokenizing import TokenizerThreads
 from mbd_core.serving.server.answer import ServedAnswer
 from mbd_core.serving.server.large_bodies import LARGE_BODY, LargeBodies
 from mbd_core.serving.server.measures import RequestWatch, ServerMeasures

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from mbd_core.serving.api import engine_requests as prompt_text
-from mbd_core.serving.api.engine_requests import GROWTH, LONG, MARGIN, PART, TextTooLong, TokenizerThreads, bounded_ids
+from mbd_core.serving.api import tokenizing
+from mbd_core.serving.api.tokenizing import GROWTH, LONG, MARGIN, PART, TextTooLong, TokenizerThreads, bounded_ids
 from mbd_core.serving.tokens.stream import TooManyRequests
 
 LIMIT = 300  # seconds for what ends by itself, however busy the machine is
@@ -45,7 +45,7 @@ def test_a_text_a_little_too_long_is_the_engine_s_to_refuse() -> None:
 
 
 def test_short_texts_do_not_wait_for_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_text, "MOST_LONG", 2)
+    monkeypatch.setattr(tokenizing, "MOST_LONG", 2)
     go_on = threading.Event()
 
     async def scenario() -> None:
