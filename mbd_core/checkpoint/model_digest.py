@@ -11,7 +11,7 @@ import numpy as np
 from mbd_core.checkpoint.config import load_config
 from mbd_core.files import MANIFEST
 from mbd_core.storage.download import NUM_STREAMS
-from mbd_core.storage.streamed import STUB, Bytes, RangeReader, StreamedFile
+from mbd_core.storage.streamed import STUB, RangeReader, StreamedFile
 
 WHOLE_BYTES = 8 * 2**20  # a file of at most this size is read whole
 NUM_PROBES, PROBE_BYTES = 64, 64 * 2**10  # of a larger file, evenly spread
@@ -59,13 +59,13 @@ def _read(file: Path, parts: list[range]) -> Iterator[bytes]:
             yield content.read(len(part))
 
 
-def _read_at_url(file: StreamedFile, parts: list[range]) -> Iterator[Bytes]:
+def _read_at_url(file: StreamedFile, parts: list[range]) -> Iterator[bytes]:
     with closing(RangeReader(file)) as reader, ThreadPoolExecutor(NUM_STREAMS) as threads:
 
-        def read(part: range) -> Bytes:
+        def read(part: range) -> bytes:
             content = np.empty(len(part), np.uint8)
             reader.read_into(content, part.start - file.begin)
-            return content
+            return content.tobytes()
 
         yield from threads.map(read, parts)
         reader.check_unchanged()
