@@ -175,8 +175,6 @@ def test_named_methods_and_overrides_are_read() -> None:
         if "verify" in fields:
             decoding = decoding_config({"buffer_size": 4, "tau_add": 0.5, "tau_m2t": 0.9}, fields, block_size=32)
             assert decoding.verify is not None and decoding.buffer_size == 1, name
-    multi = decoding_config({"verify": {}}, {"buffer_size": 2}, block_size=32)
-    assert multi.verify is None
 
 
 def test_what_cannot_be_had_is_refused_in_a_sentence() -> None:

@@ -173,9 +173,9 @@ def test_exact_answers_of_two_slots_are_drawn_as_at_block_size_1() -> None:
 
 def test_several_slots_are_refused_where_they_do_not_hold() -> None:
     for fields, message in (
-        ({"t2t": T2T()}, "has no meaning with verify and buffer_size=2"),
-        ({"sub_block": 2}, "has no meaning with verify and buffer_size=2"),
-        ({"carry": True}, "has no meaning with verify and buffer_size=2"),
+        ({"t2t": T2T()}, "cannot be had with verify and buffer_size=2; let buffer_size be 1"),
+        ({"sub_block": 2}, "cannot be had with verify and buffer_size=2; let buffer_size be 1"),
+        ({"carry": True}, "cannot be had with verify and buffer_size=2; let buffer_size be 1"),
         ({"verify": Verify(route="hysteresis")}, "let route be span or score"),
         ({"verify": EXACT, "tau_semi": 0.5}, "tau_semi=0.5 has no meaning with verify.exact"),
     ):

@@ -172,12 +172,7 @@ class DecodingConfig:
             if self.verify.exact:
                 self._only(set(VERIFY_FIELDS) - set(REPLACED_BY_EXACT), "verify.exact")
             if self.buffer_size > 1:
-                self._only(set(VERIFY_FIELDS) - set(OF_ONE_SLOT), f"verify and buffer_size={self.buffer_size}")
-                if self.verify.route == "hysteresis":
-                    raise ValueError(
-                        "verify.route='hysteresis' follows the drafts of one block and cannot be had with "
-                        f"buffer_size={self.buffer_size}; let route be span or score, or buffer_size be 1"
-                    )
+                self._check_verified_slots(self.verify)
         if self.soft and (self.tokens_per_step > 1 or self.fallback != "confidence"):
             raise ValueError("soft accepts from the left, at least one token; leave out tokens_per_step and fallback")
         if self.prefix_cache and self.prompt_attention == "full":
@@ -189,6 +184,21 @@ class DecodingConfig:
             if self.prefix_cache:
                 raise ValueError("prefix_cache=True cannot be honoured with canvas: full attention has no prefix")
             self._only(CANVAS_FIELDS, "canvas")
+
+    def _check_verified_slots(self, verify: Verify) -> None:
+        """Raises `ValueError` for what verification of several slots does not have; a request may name the slots
+        alone, and its model's defaults the rest."""
+        for f in fields(self):
+            if f.name in OF_ONE_SLOT and getattr(self, f.name) != f.default:
+                raise ValueError(
+                    f"{f.name} cannot be had with verify and buffer_size={self.buffer_size}; let buffer_size be 1, or "
+                    "verify be null"
+                )
+        if verify.route == "hysteresis":
+            raise ValueError(
+                "verify.route='hysteresis' follows the drafts of one block and cannot be had with "
+                f"buffer_size={self.buffer_size}; let route be span or score, or buffer_size be 1"
+            )
 
     def _only(self, fitting: Collection[str], method: str) -> None:
         """Raises `ValueError` for a field that is not its default and has no meaning with a method."""
@@ -270,7 +280,6 @@ VERIFY_FIELDS = (
     "t2t",
     "verify",
 )
-SLOT_FIELDS = ("buffer_size", "tau_add", "tau_semi")
 REPLACED_BY_EXACT = ("tau_semi", "tau_m2t", "tokens_per_step", "t2t")
 OF_ONE_SLOT = ("sub_block", "carry", "t2t")
 REPLACED_BY_ENTROPY = ("tau_m2t", "tokens_per_step", "fallback")
@@ -286,7 +295,9 @@ def decoding_config(defaults: Mapping[str, Any], overrides: Mapping[str, Any], *
 
     Other keys in `defaults` are ignored, because Hugging Face keeps many settings there. If one of the two names
     `canvas`, `causal`, `renoise`, `verify` or `edit` and the other decodes otherwise, the method of `overrides`
-    counts; so it does between `entropy` and the fields that it replaces. Raises `ValueError` for an unknown key in
+    counts; so it does between `entropy` and the fields that it replaces. Where only `overrides` names `verify`, the
+    slots of `defaults` are those of MultiBD and do not count; slots in `overrides` change how many a model verifies by
+    default. Raises `ValueError` for an unknown key in
     `overrides`, and for a `block_size` in either that is not the model's.
     """
     names = [f.name for f in fields(DecodingConfig)]
@@ -318,7 +329,7 @@ def decoding_config(defaults: Mapping[str, Any], overrides: Mapping[str, Any], *
         values = {k: v for k, v in values.items() if k in VERIFY_FIELDS and k not in of_buffer}
         if isinstance(overrides["verify"], Mapping) and overrides["verify"].get("exact"):
             values = {k: v for k, v in values.items() if k not in REPLACED_BY_EXACT}
-    elif set(overrides) - (set(VERIFY_FIELDS) - set(SLOT_FIELDS)):
+    elif set(overrides) - set(VERIFY_FIELDS):
         values.pop("verify", None)
     if overrides.get("entropy") is not None:
         values = {k: v for k, v in values.items() if k not in REPLACED_BY_ENTROPY}
