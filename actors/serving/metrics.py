@@ -1,7 +1,8 @@
 """Measures of engines and gateways as Ray metrics: a row for each measure, and the exporter of a table of rows.
 
-The names are the field's (vLLM's, under our own prefix); docs/reference/observability.md lists them, and a test holds
-it to the rows. In a Serve replica each carries the tags `application`, `deployment` and `replica` too.
+The names are the field's (vLLM's, under our own prefix); `python -m jobs.measure_tables` writes
+docs/reference/measures.md from the rows. In a Serve replica each carries the tags `application`, `deployment` and
+`replica` too.
 
 A counter is exported at 0 from the start, because `rate()` misses a rise from no value to 1.
 """
@@ -78,18 +79,26 @@ def _dropped(*samples: RecentValues) -> int:
 
 ENGINE_MEASURES: tuple[ExportedMeasure[EngineMeasures], ...] = (
     ExportedMeasure("num_requests_running", "gauge", "requests that hold a batch row", lambda m: m.running),
-    ExportedMeasure("num_requests_waiting", "gauge", "requests that wait for a batch row", lambda m: m.waiting),
+    ExportedMeasure(
+        "num_requests_waiting",
+        "gauge",
+        "requests that wait for a batch row, in the engine or before it",
+        lambda m: m.waiting,
+    ),
     ExportedMeasure(
         "kv_cache_usage_perc",
         "gauge",
-        "share of the KV pages that running requests own, 0 to 1",
+        "share, 0 to 1, of the KV pages that running requests own; cached prefixes that nobody uses do not count",
         lambda m: m.kv_usage,
     ),
     ExportedMeasure(
-        "active_slots", "gauge", "Block Buffer slots whose block is being decoded", lambda m: m.active_slots
+        "active_slots", "gauge", "Block Buffer slots whose block the last forward decoded", lambda m: m.active_slots
     ),
     ExportedMeasure(
-        "dummy_slots", "gauge", "Block Buffer slots without a block, of the same rows", lambda m: m.dummy_slots
+        "dummy_slots",
+        "gauge",
+        "slots of the same batch rows without a block. A slot that is neither active nor a dummy waits to be stored",
+        lambda m: m.dummy_slots,
     ),
     ExportedMeasure(
         "prefix_cache_queries",
@@ -101,9 +110,11 @@ ENGINE_MEASURES: tuple[ExportedMeasure[EngineMeasures], ...] = (
         "prefix_cache_hits", "counter", "prompt tokens that the prefix cache held", lambda m: m.prefix_hits
     ),
     ExportedMeasure(
-        "num_preemptions", "counter", "requests that lost their pages for a while", lambda m: m.preemptions
+        "num_preemptions", "counter", "how often a request lost its pages for a while", lambda m: m.preemptions
     ),
-    ExportedMeasure("host_cache_pages", "gauge", "pages that lie in the host's memory", lambda m: m.host_pages),
+    ExportedMeasure(
+        "host_cache_pages", "gauge", "pages that lie in the host's memory (`--host-kv-bytes`)", lambda m: m.host_pages
+    ),
     ExportedMeasure(
         "pages_to_host", "counter", "pages that were copied to the host's memory", lambda m: m.pages_to_host
     ),
@@ -116,83 +127,87 @@ ENGINE_MEASURES: tuple[ExportedMeasure[EngineMeasures], ...] = (
     ExportedMeasure(
         "step_limit_seconds",
         "gauge",
-        "what a step in which requests decode may take with its prompts",
+        "most seconds of a step in which requests decode, its part of prompts included (`--max-step-seconds`)",
         lambda m: m.step_limit,
     ),
     ExportedMeasure(
         "prompt_token_seconds",
         "gauge",
-        "what a prompt token costs at the beginning of its prompt",
+        "measured seconds of a prompt token at the beginning of its prompt; 0 before the first measurement",
         lambda m: m.token_seconds,
     ),
     ExportedMeasure(
         "forward_passes",
         "counter",
-        "forwards of the model, by kind",
+        "forwards: `decode` fills positions, `store` stores the blocks of all its sequences and fills none "
+        "(SingleBD's bubble), `prefill` carries prompts alone",
         lambda m: {str(kind): number for kind, number in m.counts.forwards.items()},
         label="kind",
     ),
     ExportedMeasure(
         "sequence_forwards",
         "counter",
-        "forwards, each as often as sequences took part in it",
+        "forwards, each as often as sequences took part in it: the sum of the requests' NFE. Over "
+        "`ray_mbd_forward_passes_total` it is the mean batch",
         lambda m: m.counts.sequence_forwards,
     ),
     ExportedMeasure(
         "static_steps",
         "counter",
-        "steps of a static shape, by how they ran",
+        "steps of a static shape: `graph` replayed a CUDA graph, `eager` had none",
         lambda m: {"graph": m.replayed_steps, "eager": m.eager_steps},
         label="mode",
     ),
     ExportedMeasure(
         "committed_tokens",
         "counter",
-        "tokens that were committed and handed out",
+        "useful tokens that were handed out. Over `ray_mbd_sequence_forwards_total` it is the TPF, as a ratio of sums",
         lambda m: m.counts.committed_tokens,
     ),
     ExportedMeasure(
         "verifications",
         "counter",
-        "judgements of a sequence's drafts",
+        "how often drafts of a request were judged. `ray_mbd_confirmed_tokens_total` over it is the mean "
+        "accepted length",
         lambda m: m.counts.verifications,
     ),
     ExportedMeasure(
         "accepted_draft_tokens",
         "histogram",
-        "drafted tokens that a verification accepted",
+        "accepted drafted tokens of each verification",
         lambda m: m.counts.accepted_lengths,
         boundaries=TOKENS_PER_FORWARD,
     ),
     ExportedMeasure(
         "drafted_tokens",
         "counter",
-        "drafted tokens that a verification judged",
+        "drafted tokens that a verification judged (`linear_spec`, `verify`)",
         lambda m: m.counts.drafted_tokens,
     ),
     ExportedMeasure(
         "confirmed_tokens",
         "counter",
-        "drafted tokens that a verification accepted",
+        "drafted tokens that a verification accepted. Over `ray_mbd_drafted_tokens_total` it is the share of "
+        "accepted drafts",
         lambda m: m.counts.confirmed_tokens,
     ),
     ExportedMeasure(
         "edited_tokens",
         "counter",
-        "tokens that were overwritten before they were committed",
+        "tokens that were overwritten after they had been filled (T2T, DMax)",
         lambda m: m.counts.edited_tokens,
     ),
     ExportedMeasure(
         "tokens_per_forward",
         "histogram",
-        "useful tokens of a request for each of its forwards",
+        "useful tokens per forward of each request that ended by itself",
         lambda m: m.counts.tokens_per_forward,
         boundaries=TOKENS_PER_FORWARD,
     ),
     ExportedMeasure(
         "block_lifetime_steps",
         "histogram",
-        "forwards from a block's activation to its commit",
+        "forwards of each block, from its activation to its storage, both included",
         lambda m: m.counts.block_lifetimes,
         boundaries=LIFETIMES,
     ),
@@ -206,14 +221,15 @@ ENGINE_MEASURES: tuple[ExportedMeasure[EngineMeasures], ...] = (
     ExportedMeasure(
         "request_prefill_time_seconds",
         "histogram",
-        "from a request's batch row to the end of its prompt",
+        "from a request's batch row to the end of the forward that stored the last of its prompt; 0 where the "
+        "prefix cache held the whole prompt",
         lambda m: m.counts.prefill_seconds,
         boundaries=SECONDS,
     ),
     ExportedMeasure(
         "dropped_samples",
         "counter",
-        "values that came too fast for the histograms",
+        "values that the histograms of engines miss, because more than 10,000 came between two exports",
         lambda m: _dropped(
             m.counts.tokens_per_forward,
             m.counts.accepted_lengths,
@@ -226,62 +242,68 @@ ENGINE_MEASURES: tuple[ExportedMeasure[EngineMeasures], ...] = (
 
 REQUEST_MEASURES: tuple[ExportedMeasure[RequestMeasures], ...] = (
     ExportedMeasure(
-        "prompt_tokens", "counter", "prompt tokens of the requests that were accepted", lambda m: m.prompt_tokens
+        "prompt_tokens", "counter", "prompt tokens of the choices that were accepted", lambda m: m.prompt_tokens
     ),
     ExportedMeasure("generation_tokens", "counter", "tokens that came for clients", lambda m: m.generation_tokens),
     ExportedMeasure(
         "request_success",
         "counter",
-        "choices that ended by themselves, by reason",
+        "choices that ended by themselves: `stop` or `length`",
         lambda m: {reason: m.finished[reason] for reason in REASONS},
         label="finished_reason",
     ),
-    ExportedMeasure("request_aborted", "counter", "choices whose client left", lambda m: m.aborted),
+    ExportedMeasure(
+        "request_aborted",
+        "counter",
+        "choices whose client left before their end, or that an administrator ended",
+        lambda m: m.aborted,
+    ),
     ExportedMeasure(
         "request_errors",
         "counter",
-        "requests that were refused or failed, by HTTP status",
+        "API requests that were refused or failed; a stream that fails after its status was sent counts with "
+        "the status it would have had",
         lambda m: {str(status): m.errors[status] for status in (*STATUSES, *list(m.errors))},
         label="status",
     ),
     ExportedMeasure(
         "request_lost_replicas",
         "counter",
-        "times that a request lost its replica and looked for another",
+        "how often a choice lost its replica; the choice went on at another replica, or failed after its time",
         lambda m: m.lost_replicas,
     ),
     ExportedMeasure(
         "time_to_first_token_seconds",
         "histogram",
-        "from a request's arrival to its first committed tokens",
+        "from the arrival of an API request's whole body to the first commit of each of its choices",
         lambda m: m.time_to_first_token,
         boundaries=SECONDS,
     ),
     ExportedMeasure(
         "inter_token_latency_seconds",
         "histogram",
-        "between two commits of a request; a commit's tokens come at once",
+        "between two commits of a choice; a commit is one value, however many tokens it brings",
         lambda m: m.inter_token_latency,
         boundaries=SECONDS,
     ),
     ExportedMeasure(
         "request_time_per_output_token_seconds",
         "histogram",
-        "a request's mean time per token after the first",
+        "of a choice of n tokens: seconds from its first commit to its last, over n - 1",
         lambda m: m.time_per_output_token,
         boundaries=SECONDS,
     ),
     ExportedMeasure(
         "e2e_request_latency_seconds",
         "histogram",
-        "from a request's arrival to its last tokens",
+        "from the arrival of an API request's whole body to the end of each of its choices",
         lambda m: m.end_to_end,
         boundaries=SECONDS,
     ),
     ExportedMeasure(
         "dropped_request_samples",
         "counter",
-        "values that came too fast for the histograms",
+        "values that the histograms of gateways miss, because more than 10,000 came between two exports",
         lambda m: _dropped(m.time_to_first_token, m.inter_token_latency, m.time_per_output_token, m.end_to_end),
     ),
 )
@@ -292,7 +314,7 @@ MODEL_MEASURES: tuple[
     ExportedMeasure(
         "least_replicas",
         "gauge",
-        "engine replicas that a model has at least, 0 where it may rest",
+        "least number of engine replicas of a model (`replicas`, or `min`); adapters have none",
         lambda least: least,
     ),
 )

@@ -23,7 +23,7 @@ from observed_service import (
 )
 from session_processes import check_loopback_only
 
-DOCUMENT = ROOT / "docs" / "reference" / "observability.md"
+DOCUMENT = ROOT / "docs" / "reference" / "measures.md"
 REQUEST_ID, TRACE_ID, SPAN_ID = "request-42", "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 LEFT = 16  # choices of the request whose client leaves: the service decodes two at a time
 SUFFIXES = re.compile(r"_(bucket|sum|count)$")

@@ -240,8 +240,8 @@ class ThinkingFields(Strict):
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
     """`enabled` and `disabled` set the chat template's variable `enable_thinking`; the others leave it to the model"""
     budget_tokens: Annotated[int, Field(ge=1)] | None = None
-    """as `thinking_token_budget` of a chat; required with type `enabled`, refused with other types; less than
-    `max_tokens`"""
+    """as `thinking_token_budget` of a chat, with the same up to three further tokens; required
+    with type `enabled`, refused with other types; less than `max_tokens`"""
     display: Literal["summarized", "omitted"] | None = None
     """`omitted`: thinking blocks have no text; `summarized` changes nothing, thoughts come as they are"""
 
