@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import ConfigDict, TypeAdapter
 
-from mbd_core.serving.api import message_shapes, shapes
+from mbd_core.serving.api import message_shapes, response_shapes, shapes
 from mbd_core.serving.api.errors import ERRORS, MESSAGE_ROUTES
 from mbd_core.serving.api.messages import CountTokensRequest, MessagesRequest
 from mbd_core.serving.api.orders import ORDERS, ModelOrder
@@ -73,7 +73,9 @@ SHORT = "without a key its first three fields, at most a second old"
 ROUTES = (
     ApiRoute("post", "/v1/chat/completions", "chat", "any", ChatRequest, shapes.Completion, note=OR_EVENTS),
     ApiRoute("post", "/v1/completions", "complete", "any", CompletionRequest, shapes.Completion, note=OR_EVENTS),
-    ApiRoute("post", "/v1/responses", "respond", "any", ResponsesRequest, shapes.Response, note=OR_RESPONSE_EVENTS),
+    ApiRoute(
+        "post", "/v1/responses", "respond", "any", ResponsesRequest, response_shapes.Response, note=OR_RESPONSE_EVENTS
+    ),
     ApiRoute("post", MESSAGES, "message", "any", MessagesRequest, message_shapes.Message, note=OR_MESSAGE_EVENTS),
     ApiRoute("post", COUNT, "count_tokens", "any", CountTokensRequest, message_shapes.InputTokens, note=OWN_ERRORS),
     ApiRoute("get", "/v1/models", "list_models", "any", None, shapes.Models, (401,)),
@@ -114,7 +116,7 @@ PAGES = tuple(
 )
 EVENTS: dict[Any, type[Any]] = {
     shapes.Completion: shapes.Event,
-    shapes.Response: shapes.ResponseEvent,
+    response_shapes.Response: response_shapes.ResponseEvent,
     message_shapes.Message: message_shapes.MessageEvent,
 }
 STREAMED = (*EVENTS.values(), shapes.Chunk, shapes.FrameEvent, shapes.Error, message_shapes.MessageError)

@@ -7,8 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 from mbd_core.serving.api.errors import ApiError
-from mbd_core.serving.api.responses import (
-    ResponsesRequest,
+from mbd_core.serving.api.response_items import (
     call_item,
     entries,
     finished,
@@ -17,7 +16,8 @@ from mbd_core.serving.api.responses import (
     reasoning_item,
     whole_response,
 )
-from mbd_core.serving.api.shapes import Response
+from mbd_core.serving.api.response_shapes import Response
+from mbd_core.serving.api.responses import ResponsesRequest
 from mbd_core.serving.server.answer import ServedAnswer
 
 
