@@ -20,9 +20,9 @@ def failure_text(error: BaseException) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """The last line of what a worker raised, or of the error itself: Ray passes tracebacks on as text.
+    """The last line of the error, or of the error that a training worker raised; Ray passes tracebacks on as text.
 
-    In a chain of causes it is the last line of the first error.
+    In a chain of causes it is the last line of the first cause.
     """
     if isinstance(error, WorkerGroupError) and error.worker_failures:
         error = error.worker_failures[min(error.worker_failures)]

@@ -122,11 +122,11 @@ class AnsweringDeployment:
 
     @property
     def num_replicas(self) -> int:
-        """Without those that end."""
+        """Running replicas, without replicas that drain."""
         return 0 if self.router is None else len(self.router.curr_replicas)
 
     def waits(self, call: Context) -> bool:
-        """Whether the proxy's call in this context has no replica yet; its replica may be one that ends."""
+        """Whether the proxy's call in this context has no replica yet. A replica that drains counts for its calls."""
         from ray.serve.context import _serve_request_context
 
         request = call.get(_serve_request_context)

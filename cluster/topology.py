@@ -61,7 +61,7 @@ class Topology:
         return sum(_times(self.bundle, node) for node in nodes)
 
     def share(self, nodes: Iterable[tuple[Resources, int]]) -> int:
-        """The least amount of its node that a process can have.
+        """The amount that one process gets on the node where processes get least.
 
         `nodes` are pairs: a node's resources, and the amount that its processes share, in bytes of memory for example.
         A node may get as many processes as it has room for.

@@ -1,4 +1,4 @@
-"""JSON that others wrote: read with one sentence for whatever it is not, merged and compared field by field."""
+"""JSON of users and of other programs: parsed with errors of one sentence, merged and compared field by field."""
 
 import json
 import re
@@ -19,9 +19,9 @@ class RepeatedName(ValueError):
 def parse_json(content: str | bytes, where: str, *, unique: bool = False) -> Any:
     """The value of a JSON text, which may begin with a byte-order mark.
 
-    Raises `ValueError`, a sentence that begins with `where`: for what is not UTF-8 or not JSON, has an integer or a
-    depth that Python refuses, or half of a surrogate pair, which no tokenizer and no UTF-8 file takes. With `unique`
-    also for an object that has a name twice, with values that differ.
+    Raises `ValueError`, a sentence that begins with `where`, if the text is not UTF-8, is not JSON, or has an integer
+    or a depth that Python refuses; also for half of a surrogate pair, which no tokenizer and no UTF-8 file takes. With
+    `unique` an object must not have a name twice with different values.
     """
     try:
         text = content if isinstance(content, str) else content.decode("utf-8")

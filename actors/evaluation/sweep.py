@@ -36,7 +36,7 @@ ModelLoader = Callable[[str, EngineConfig], DecodingModel]
 
 
 def loader(models: Mapping[str, str], *, tensor_parallel: int, paths: JobPaths = NO_PATHS) -> ModelLoader:
-    """Loads a model by the name in the rows, which `models` maps to what `paths.fetch` takes."""
+    """A function that loads a model by its name in the rows. `models` maps names to arguments of `paths.fetch`."""
 
     def load(name: str, engine: EngineConfig) -> DecodingModel:
         folder = model_folder(paths.fetch(models[name], url_weights=engine.url_weights))
@@ -119,8 +119,10 @@ def ray_executor(
     address: str | None = None,
     say: Callable[[str], object] = print,
 ) -> Iterator["RayExecutor"]:
-    """An executor on the cluster at `address`, by default of `RAY_ADDRESS`, or on one of its own, which ends with the
-    block. Raises as `RayExecutor` and `known_paths`."""
+    """An executor on the cluster at `address` or `RAY_ADDRESS`, or on a new cluster that ends with the block.
+
+    Raises the errors of `RayExecutor` and `known_paths`.
+    """
     num_cpus = max(4, num_engines * sweep.tensor_parallel + 2)
     is_ours = local.connect(address=address, num_cpus=num_cpus, worker_logs=False)
     try:
@@ -138,10 +140,12 @@ def ray_executor(
 class RayExecutor:
     """An executor on the connected cluster. On a cluster with GPUs each rank of an engine takes a GPU.
 
-    Engines on CPUs may share a machine's memory, so each sizes its KV pages from its part of it. `urls` maps the
-    folders of models that were fetched to where they come from: each node fetches them for itself, and `paths` say
-    where it finds the others. Raises
-    `ClusterTooSmall` if not all engines find room, or if they leave no CPU for `postprocess`: Ray would wait forever.
+    Engines on CPUs may share a machine's memory, so each engine gets an equal part of it for its KV pages. `urls` maps
+    the folders of fetched models to their URLs, and each node fetches these models for itself. `paths` says where a
+    node finds the other models.
+
+    Raises `ClusterTooSmall` if not all engines find room, or if they leave no CPU for `postprocess`. Without the check
+    Ray would wait forever.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ AnyAnswer = ServedAnswer | ResponseAnswer | MessageAnswer
 class EventStream(StreamingResponse):
     """An answer as server-sent events, one piece per step.
 
-    At the response's end, also an early one, the answer is closed.
+    The answer is closed when the response ends, even if it ends early.
     """
 
     def __init__(self, answer: AnyAnswer, headers: Mapping[str, str]) -> None:
@@ -51,7 +51,7 @@ def request_id(request: Request) -> str | None:
 
 
 def own_headers(request: Request) -> dict[str, str]:
-    """The headers of a reply that Anthropic's clients read, on their routes."""
+    """`request-id` for a reply on one of Anthropic's routes, whose clients read it; no header elsewhere."""
     name = request_id(request)
     return {"request-id": name} if name and of_messages(request.url.path) else {}
 
@@ -105,7 +105,7 @@ async def reply(request: Request, shape: Awaitable[Mapping[str, Any]]) -> Respon
 
 
 def authorization(request: Request) -> str:
-    """The `Authorization` header; the key of an `x-api-key` header, as Anthropic's clients send it, where it lacks."""
+    """The `Authorization` header; without it, the key of the header `x-api-key`, which Anthropic's clients send."""
     key = request.headers.get("x-api-key")
     return request.headers.get("authorization") or ("" if key is None else f"{SCHEME} {key}")
 

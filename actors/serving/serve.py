@@ -130,7 +130,8 @@ def _ray_signals() -> Iterator[None]:
 
 def _start_proxy(host: str, port: int) -> None:
     """Starts Serve with its HTTP proxy; raises `RuntimeError`, one sentence, if the proxy does not come up."""
-    # Below a warning Serve says of its own second call that options "will not be applied", which were by its first.
+    # Serve starts itself twice, and logs at the second time that the options "will not be applied", although the first
+    # time applied them.
     logging.getLogger(SERVE_LOG).setLevel(logging.WARNING)
     try:
         serve.start(http_options={"host": host, "port": port}, proxy_location="HeadOnly", logging_config=LOGGING)

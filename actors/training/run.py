@@ -37,15 +37,21 @@ RECORD = "run.json"
 class TrainingRun:
     """A recipe, with the places and the settings of its run.
 
-    Everything of the run lies in `folder`, which all workers must be able to reach. The model, or its adapter
-    (`written`), is written to `out`; `overwrite` replaces a model folder that is there. An `out` on a disk, and
-    not in `storage`, is on the job's machine, `home`. `paths` say where workers find what that machine has. A
-    checkpoint is written every `checkpoint_every` steps and after the last one; the run survives `max_failures`
-    lost workers. `device`: what the workers compute on; by default a GPU each, if the cluster has any. `sharding`:
-    how weights, gradients and optimizer states lie on them. `log_targets`: where its numbers go besides its
-    folder's `losses.jsonl`; `None` is TensorBoard where the first worker has it. `changes`: the fields that differ
-    from the named recipe; `measuring`: the run's measures of itself. `validation` names held-out data by an
-    absolute path or a URL (`validation_at`), or a share. `sweeping` is what an engine beside it decodes.
+    Everything of the run lies in `folder`, which all workers must be able to reach.
+
+    changes           the fields that differ from the named recipe
+    out               the folder that gets the model, or its adapter (`written`); `overwrite` replaces a model folder.
+                      A path outside of `storage` is on the job's machine, `home`
+    device            the workers' kind of device; default: a GPU each, if the cluster has any
+    sharding          how weights, gradients and optimizer states lie on the workers
+    checkpoint_every  steps between two checkpoints; the last step writes a checkpoint too
+    max_failures      lost workers that the run survives
+    log_targets       where the numbers go besides the folder's `losses.jsonl`; `None` is TensorBoard where the first
+                      worker has it
+    measuring         the run's measures of itself
+    validation        held-out data by an absolute path or a URL (`validation_at`), or a share
+    sweeping          the tasks that an engine decodes beside the run
+    paths             where workers find the files of the job's machine
     """
 
     recipe: TrainingRecipe
@@ -93,7 +99,7 @@ class TrainingRun:
         return not self.out.is_remote and not self.storage.holds(self.out)
 
     def opened_by_workers(self) -> list[OpenedPath]:
-        """The paths that workers read, but for URLs."""
+        """The paths that workers read; URLs are left out."""
         data = self.recipe.data
         named = {
             "--base": self.recipe.base,
@@ -107,7 +113,7 @@ class TrainingRun:
 
 
 def check_name(name: str) -> None:
-    """Raises `ValueError` for a run's name that is not one folder's."""
+    """Raises `ValueError` unless a run's name is the name of one folder."""
     if Path(name).name != name or name in ("", "..") or not name.isprintable():
         raise ValueError(f"run name {name!r} must be one folder name")
 
@@ -177,8 +183,8 @@ def check_run(run: TrainingRun, *, resume: bool) -> str | None:
     updates = check_progress(run.folder, every=run.checkpoint_every)
     if different := other_settings(recorded, recipe):
         raise ValueError(
-            f"--resume: the run in {run.folder} was started with other settings ({RECORD}): {different}; give those, "
-            "or another --run-name"
+            f"--resume: the run in {run.folder} was started with other settings ({RECORD}): {different}; give "
+            "these settings, or another --run-name"
         )
     if updates is None:
         return None

@@ -75,7 +75,7 @@ class Answer:
     stop_reason    the stop string or the member of `stop_token_ids` that ended it
     forwards       forwards in which its blocks took part
     tpf            tokens per forward
-    reasoning      the thoughts before the text, if the model's chat template has such
+    reasoning      the thoughts before the text, if the model's chat template knows thoughts
     tool_calls     the calls of functions, in the form of OpenAI's API
     logprobs       if requested: the log-probabilities, in the form of OpenAI's API
     notes          requested settings that had no effect

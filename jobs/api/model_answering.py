@@ -67,8 +67,10 @@ class AnswerOptions:
 def cluster_of(
     cluster: str | None, workers: int | None, actors: int | None, models: Mapping[str, str]
 ) -> Iterator[JobPaths | None]:
-    """A connection to a cluster, if one is needed, and where its nodes find the models of these options. Ray takes
-    seconds to import."""
+    """Connect to a cluster, if one is needed. Yields where the cluster's nodes find `models` (option to model).
+
+    Ray is imported here because its import takes seconds.
+    """
     if workers is None and actors is None:
         if cluster not in (None, OF_VARIABLE):
             raise ValueError(f"cluster={cluster} has no work: give workers that tokenise, or actors that answer")
@@ -89,7 +91,7 @@ def cluster_of(
         with known_paths(opened, bundle={"CPU": 1.0}) as paths:
             yield paths
     except CLUSTER_FAILURES as error:
-        raise RuntimeError(f"it failed on the cluster: {reason(error)}; the same command begins it again") from error
+        raise RuntimeError(f"the work failed on the cluster: {reason(error)}; repeat the command") from error
     finally:
         if is_ours:
             ray.shutdown()
@@ -117,7 +119,7 @@ class Answerer:
         answers = Folder.at(options.answers or f"{target}.answers")
         if answers.is_remote:
             raise ValueError(
-                f"{answers} is a URL: name a folder here that keeps the answers as they come with --answers"
+                f"{answers} is a URL; give --answers a folder on this machine, which keeps the answers as they come"
             )
         if folder_kind(answers.path) != ANSWERS_KIND:
             check_target_folder(answers.path, ANSWERS_KIND, in_place=True)

@@ -32,7 +32,7 @@ def task_name(recipe: Recipe, task: str) -> str:
 def write_task_files(
     folder: Path, recipe: Recipe, problem_sets: Sequence[ProblemSet], *, examples: Mapping[str, str], home: Path
 ) -> dict[str, str]:
-    """Writes the files of every task into `folder`. Returns for each task's name the harness flags of its prompts.
+    """Writes the files of every task into `folder`. Returns each task's harness flags by its name.
 
     `home` is the folder's final path; the files use it to name each other. Raises `ValueError` if the recipe lacks a
     task, or if examples are missing, malformed, too few, or given to a task that takes none.

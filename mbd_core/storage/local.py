@@ -109,7 +109,7 @@ class LocalText:
             file.write(line)
 
     def flush(self) -> None:
-        """Every line is there at once."""
+        """Nothing to do: `append` writes each line at once."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class LocalClaim:
     parts: PartsFolder
 
     def check(self) -> None:
-        """Nobody else can lock it."""
+        """Nothing to do: this process holds the lock until `close`."""
 
     def close(self) -> None:
         self.parts.close()
@@ -132,10 +132,10 @@ class LocalMirror:
     path: Path
 
     def publish(self, name: str) -> None:
-        """It is where it was written."""
+        """Nothing to do: the file was written in its place."""
 
     def flush(self) -> None:
-        """All files are where they were written."""
+        """Nothing to do: all files were written in their place."""
 
     def close(self) -> None:
-        """The folder is as it was written."""
+        """Nothing to do: the folder is in its place."""

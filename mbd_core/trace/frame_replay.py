@@ -11,7 +11,7 @@ from mbd_core.trace.traced_run import ACTIVE, DUMMY, TO_CACHE
 def frame_side(
     frames: Sequence[Frame], *, name: str, block_size: int, prompt: Sequence[int], num_tokens: int, ended: bool
 ) -> ReplaySide:
-    """The page's side of a request's frames, in their order.
+    """One side of the replay page: a request's frames in their order.
 
     prompt      the request's prompt; its end stands in the first block
     num_tokens  useful tokens of the answer

@@ -147,7 +147,7 @@ def test_a_cluster_that_fails_is_one_sentence(
     write_rows(Path("rows.jsonl"), [chat(0)])
     assert prepare("rows.jsonl", "--workers", "2") == 1
     error = capsys.readouterr().err
-    assert error.startswith("prepare_data: it failed on the cluster: ") and len(error.splitlines()) == 1
+    assert error.startswith("prepare_data: the work failed on the cluster: ") and len(error.splitlines()) == 1
     assert [path.name for path in Path().iterdir()] == ["rows.jsonl"]
 
 

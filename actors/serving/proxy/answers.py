@@ -14,7 +14,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mbd_core.serving.api.errors import MESSAGE_LENGTH, MESSAGE_ROUTES, error_text, of_messages
 
-REPEATS, PAUSE = 1, 0.2  # few, because a request that kills gateways must not kill all; seconds before a repetition
+REPEATS = 1  # few, because a request that kills gateways must not kill all of them
+PAUSE = 0.2  # seconds before a repetition
 KEPT_BYTES = 2**20  # larger bodies are not kept for a repetition
 OWN_ROUTES = "/-/"
 REPEATABLE = (
@@ -26,8 +27,8 @@ REPEATABLE = (
     "/detokenize",
 )  # routes of POST that may be repeated, unlike orders
 CODES = {408: "timeout", 429: "too_many_requests", 503: "no_gateway"}
-LOST = "the gateway of this request died, and no other one has answered; ask again"
-CUT = "the stream was cut: its gateway is gone; one that was asked for as resumable can be taken up with resume"
+LOST = "the gateway of this request died, and no other gateway answered; ask again"
+CUT = "the stream was cut: its gateway is gone; a stream with resumable can be taken up with resume"
 
 
 class ProxyAnswers:

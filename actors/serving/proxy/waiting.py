@@ -1,8 +1,8 @@
-"""A 503 for requests that wait where no gateway stands: Serve's proxy alone lets them wait without a word.
+"""A 503 for requests that wait while no gateway runs; Serve's own proxy would let them wait without a word.
 
-A gateway may find no room on the cluster. The proxy knows which gateways run, and which of them has a request: one
-that ends after its requests is none that runs, and its requests are left to it. What keeps gateways from running is
-asked from Serve's controller, and only for an answer that says it.
+A gateway may find no room on the cluster. The proxy knows which gateways run, and which gateway has a request. A
+gateway that drains does not count as running, but keeps its requests. Serve's controller is asked for what keeps
+gateways from running, and only when a 503 must say it.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from mbd_core.serving.api.errors import MESSAGE_LENGTH, error_text
 
 GATEWAY = "Gateway"  # the deployment's name
 START_SECONDS = 5.0  # a request's wait for the first gateway
-RESTART_SECONDS = 60.0  # and for the next one, where one has stood: its start takes seconds
+RESTART_SECONDS = 60.0  # a request's wait for the next gateway after one has run, because a start takes seconds
 LOOK_SECONDS = 0.5  # between two looks of a request at the gateways that the proxy knows
 STATUS_SECONDS = 5.0  # time for Serve's controller to say what is missing
 KEPT_SECONDS = 2.0  # how long its answer counts for all requests
@@ -49,7 +49,7 @@ def missing() -> str:
 
 
 class RefusedWithoutGateway:
-    """The middleware: a request that no gateway has taken gets a 503 once none has stood for a while."""
+    """The middleware: a request that no gateway has taken gets a 503 after a wait in which no gateway ran."""
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from mbd_core.fields import configuration
 Syntax = Literal["json_schema", "regex", "lark"]
 NAMES: dict[Syntax, str] = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "grammar"}
 MAX_CHARACTERS = 65_536
-MAX_SCHEMAS = 131_072  # characters of the schemas in a grammar, without keywords that say nothing to it
+MAX_SCHEMAS = 131_072  # characters of all schemas, after `plain_schema`
 
 
 FORM = ""  # in place of a tool's name
@@ -26,8 +26,8 @@ class Grammar:
     syntax      what `text` is: a JSON schema (as JSON), a regular expression (Rust's syntax), or a grammar in
                 llguidance's variant of Lark
     may_be_cut  the answer may also end without an EOS at `max_tokens`, where the grammar accepts the text so far
-    schemas     names of tools, and JSON schemas of their parameters or of parts of these, which `text` has as
-                `%json @NUMBER`; the schema of a text beside calls has the name `FORM`
+    schemas     pairs of a tool's name and a JSON schema, of its parameters or of a part of them. `text` refers to a
+                pair as `%json @NUMBER`. The schema of a text that may stand instead of calls has the name `FORM`
     marks       texts that end a string without quotes
 
     A schema is kept as `plain_schema` makes it.
@@ -57,8 +57,9 @@ class Grammar:
         if (whole := lengths.total()) > MAX_SCHEMAS:
             largest = max(lengths.keys() - {FORM}, key=lambda name: lengths[name])
             raise GrammarRefused(
-                f"the parameters of {self.num_tools} tools have {whole} characters without their descriptions, those "
-                f"of {largest} {lengths[largest]}; at most {MAX_SCHEMAS} are taken, so give fewer or simpler tools"
+                f"the parameters of {self.num_tools} tools have {whole} characters without their descriptions, "
+                f"{lengths[largest]} of them in {largest}; at most {MAX_SCHEMAS} are taken, so give fewer or "
+                f"simpler tools"
             )
 
     @property

@@ -39,8 +39,8 @@ class StepRows:
                    padding
     slot_end_RN    the packed token at which each slot ends
     prompt_ends    (batch row, packed token) at which a sequence's prefix ends in this forward
-    planned_asked  positions of planned rows with logits, behind the slots' positions, in parts that are computed
-                   together; `None` without planned rows
+    planned_asked  sizes of the groups of planned positions whose logits are computed together; these positions stand
+                   behind the slots' positions. `None` without planned rows
     read_planned   `PlannedRuns.read` if the decoders of planned rows read the logits themselves
     """
 
@@ -65,7 +65,7 @@ def packed_rows(
 ) -> StepRows:
     """Prompt chunks, resident slots (Alg. 4) of `buffer`, if there is one, and planned rows.
 
-    `adapters_R` are the slots of batch rows' LoRA adapters, `None` if no sequence has an adapter.
+    `adapters_R` has the adapter slot of each batch row; `None` if no sequence has a LoRA adapter.
     """
     prompts = [prompt_rows(chunks, tables_RP, block_size=block_size, adapters_R=adapters_R)] if chunks else []
     num_tokens, ends = sum(c.stop - c.start for c in chunks), _prompt_ends(chunks)
@@ -160,7 +160,8 @@ def resident_slots(
     slot_end_RN.view(-1).index_copy_(0, slot_K, ends_K)
     hidden_at_A = asked_at_A + num_before
     if layout.shift:
-        # the last committed position stands before slot 0: in this forward if its chunk is, else remembered
+        # Slot 0 is predicted from the last committed position: from this forward if it stores that position's chunk,
+        # else from the remembered hidden state.
         front_at = [-1 - r for r in range(len(resident_RN))]
         for end_row, end in prompt_ends:
             front_at[end_row] = end

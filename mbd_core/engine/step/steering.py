@@ -32,8 +32,11 @@ LogitsOf = Callable[[slice], Tensor]
 
 @dataclass
 class _Row:
-    """A row in which a guide may decide in this step: `places` are the flat places of the row's open positions in
-    order, with the logits (V,) at the first of them."""
+    """A row in which a guide may decide in this step.
+
+    places  the flat places of the row's open positions, in order
+    logits  the logits (V,) at the first positions, by their index in `places`
+    """
 
     guide: GuideState | TextScores
     tau: float
@@ -153,7 +156,7 @@ class Steering:
         return copy_logits
 
     def choose(self, prediction: Prediction, buffer: BlockBuffer, vocab: Vocab) -> Chosen:
-        """Write the guides' decisions into `prediction`; which positions of their rows become tokens."""
+        """Write the guides' decisions into `prediction`. Returns which positions of their rows become tokens."""
         accepted_RNB = torch.zeros_like(buffer.masked_RNB)
         guided_R = torch.zeros(len(accepted_RNB), dtype=torch.bool, device=accepted_RNB.device)
         token, confidence = prediction.token_RNB.view(-1), prediction.confidence_RNB.view(-1)
@@ -198,7 +201,7 @@ class Steering:
         return blocks
 
     def _decisions(self, buffer: BlockBuffer, vocab: Vocab) -> list[list[tuple[int, float]]]:
-        """Tokens and their probabilities for the first open positions of each row; its guide has taken them in."""
+        """Decide tokens, with their probabilities, for the first open positions of each row, and update its guide."""
         if not self._rows:
             return []
         decisions = self._share(lambda: self._decide(buffer, vocab))

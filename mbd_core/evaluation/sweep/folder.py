@@ -41,7 +41,7 @@ FAILURE = "failure.txt"  # the traceback of a sweep that failed
 REPORT_FILES = ("plot.png", "report.md", "report.html", REPORT)
 LOCK = ".mbd-sweep.lock"
 FILES = (RECORD, LOCK, "samples/part-*.parquet", "times/case-*.parquet", *REPORT_FILES, FAILURE)
-OPTIONAL = ("draw", "vote", *DRAFTS)  # columns of a sweep that draws tokens, and those that earlier versions lack
+OPTIONAL = ("draw", "vote", *DRAFTS)  # columns of sweeps that draw tokens, and columns that earlier versions lack
 TABLES = ("samples", "times")  # the folders of files that carry an id
 MARK = b"mbd-sweep"  # the key of the id in a part's metadata
 
@@ -50,9 +50,9 @@ MARK = b"mbd-sweep"  # the key of the id in a part's metadata
 class FolderState:
     """The content of `sweep.json`.
 
-    id        what the parts of this sweep carry
+    id        the id that the parts of this sweep carry
     previous  the ids of the sweeps that this one replaced, whose remaining parts are removed
-    digests   of the report's files, by name, of each version that was written here
+    digests   by file name, the digests of each version of the report's files that was written here
     """
 
     record: SweepRecord
@@ -162,17 +162,19 @@ class SweepFolder:
             return
         path = self.path / name
         if path.exists():
-            raise OSError(f"{path} was not written by this sweep, whose file has that name; move it")
+            raise OSError(f"{path} was not written by this sweep, and has the name of one of its files; move it")
         metadata = {key: value for key, value in (table.schema.metadata or {}).items() if key == ISOLATION}
         with durable_file(path) as new_file:
             pq.write_table(table.replace_schema_metadata({**metadata, MARK: self.state.id}), new_file)
         self._publish(name)
 
     def write_files(self, contents: dict[str, bytes]) -> None:
-        """Write files of the report; `OSError` if a foreign file lies in the place of one."""
+        """Write files of the report. Raises `OSError` if a foreign file has the name of one of them."""
         for name, content in contents.items():
             if (self.path / name).exists() and not self.state.owns(self.path, name):
-                raise OSError(f"{self.path / name} was not written by this sweep, whose report has that name; move it")
+                raise OSError(
+                    f"{self.path / name} was not written by this sweep, and has the name of its report; move it"
+                )
             digests = [hashlib.sha256(content).hexdigest(), *self.state.digests.get(name, ())][:8]
             self.state = replace(self.state, digests={**self.state.digests, name: digests})
         self._save()  # before the files: a process that is killed between them leaves no unknown file
@@ -270,7 +272,9 @@ def check_sweep_folder(folder: Path, record: SweepRecord | None = None, *, overw
     if record is not None and is_resumable(folder, state, record, overwrite=overwrite):
         for name in (*tables_of(state.record), *REPORT_FILES, FAILURE):
             if (folder / name).exists() and not state.owns(folder, name):
-                raise ValueError(f"{folder / name} was not written by this sweep, whose file has that name; move it")
+                raise ValueError(
+                    f"{folder / name} was not written by this sweep, and has the name of one of its files; move it"
+                )
         return
     if not overwrite:
         contents = "a sweep" if record is None else f"another sweep: {difference(state.record, record)}"
@@ -301,11 +305,16 @@ def is_computed(folder: Path, record: SweepRecord, *, overwrite: bool) -> bool:
 
 
 def read_record(folder: Path) -> SweepRecord:
-    """The record of the sweep in a folder; `ValueError` if no sweep lies there."""
+    """The record of the sweep in a folder. Raises `ValueError` if no sweep lies there."""
+    return _present_state(folder).record
+
+
+def _present_state(folder: Path) -> FolderState:
+    """The state in a folder. Raises `ValueError` if no sweep lies there."""
     state = FolderState.load(folder)
     if state is None:
         raise ValueError(f"{folder} holds no sweep: it has no {RECORD}")
-    return state.record
+    return state
 
 
 def read_report(folder: Path) -> dict[str, Any]:
@@ -337,10 +346,8 @@ def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[Any]
 
 
 def part_files(folder: Path) -> Iterator[Path]:
-    """The files of a sweep's samples that are there; `ValueError` if no sweep lies there."""
-    state = FolderState.load(folder)
-    if state is None:
-        raise ValueError(f"{folder} holds no sweep: it has no {RECORD}")
+    """The present files of a sweep's samples. Raises `ValueError` if no sweep lies there."""
+    state = _present_state(folder)
     for number in state.record.parts:
         path = folder / part_name(number)
         if part_id(path) == state.id:
@@ -349,9 +356,7 @@ def part_files(folder: Path) -> Iterator[Path]:
 
 def read_times(folder: Path) -> Iterator[TimedRow]:
     """A sweep's timed requests, none if nothing was timed. Raises `ValueError` if no sweep lies there."""
-    state = FolderState.load(folder)
-    if state is None:
-        raise ValueError(f"{folder} holds no sweep: it has no {RECORD}")
+    state = _present_state(folder)
     for number in state.record.cases:
         path = folder / case_name(number)
         if part_id(path) == state.id:

@@ -54,14 +54,19 @@ class PreparedData:
 
 
 def named_data(folder: Path, path: str | None = None) -> PreparedData:
-    """The data of a folder under recipes' name for it; `path` is its path or URL if that differs from the folder."""
+    """The value by which a recipe names the data in `folder`; `path`: the path or URL that it names instead."""
     return PreparedData(path or str(folder.resolve()), read_record(folder)["digest"])
 
 
 def write_samples(folder: Path, samples: Iterable[EncodedChat]) -> dict[str, Any]:
-    """Writes the samples as they come. Returns their number, the longest with its EOS, all tokens, and their digest.
+    """Writes the samples as they come. Returns the record's fields that depend on them.
 
-    The result also has the largest number of answers in a sample, and of their tokens, each with its context.
+    samples       the number of samples
+    longest       most tokens of a sample, its EOS included
+    tokens        tokens of all samples
+    most_answers  most answers of a sample
+    most_trained  most tokens of a sample's answers, each answer with its context
+    digest        of all samples
     """
     digest, count, longest, total, answers, most_trained = hashlib.sha256(), 0, 0, 0, 0, 0
     rows: list[EncodedChat] = []
@@ -228,7 +233,7 @@ def num_held_out(count: int, share: float) -> int:
 
 
 def sample_lengths(examples: Sequence[Example]) -> Sequence[int]:
-    """The samples' lengths, without reading prepared ones; of a conversation, its answers' samples' lengths."""
+    """Tokens of each sample: the sum over its answers, each with its context. Prepared samples are not read."""
     if isinstance(examples, PreparedExamples):
         return examples.lengths
     return [sum(len(answer.tokens) for answer in (*e.earlier, e)) for e in examples]
@@ -245,7 +250,7 @@ class TinyData:
     per_task: Annotated[int, Ge(1)]
     """Generated problems of each task."""
     seed: Annotated[int, Ge(0), Flag(name="--data-seed")] = 0
-    """Of the generated problems."""
+    """Random seed of the generated problems."""
     tasks: Annotated[tuple[str, ...], Flag(commas=True)] = ("gsm-mini", "code-mini")
     """The tasks whose problems are generated."""
 
@@ -267,7 +272,7 @@ def conversations(data: TinyData) -> Iterator[tuple[str, str]]:
 def write_conversations(
     folder: Path, tokenizer: PreTrainedTokenizerBase, data: TinyData, *, block_size: int, max_length: int
 ) -> None:
-    """Tokenises them into a folder of samples, some at a time.
+    """Tokenises the generated conversations into a folder of samples, `BATCH` at a time.
 
     Raises `ValueError` for a sample longer than `max_length` tokens with its fill, because nothing is cut silently.
     """

@@ -1,10 +1,11 @@
 """The bytes that a step keeps for its backward pass, counted on tensors without memory (the meta device).
 
 One layer of each kind runs on a training sequence of the given length, and the tensors that autograd saves are added
-up. So the count follows the layer's code. The last layer counts as the others: its MLP has the predicted tokens alone,
-but their number depends on the noise. Two parts have counts of their own. Attention is counted as a fused kernel's:
-queries, keys, values, output, and a float32 number for each query and head. Experts are counted as grouped products
-(`ops.experts`): a token's assignment to an expert keeps its input, four inner tensors, and its output in float32.
+up. So the count follows the layer's code. The last layer is counted like the others, although its MLP runs on the
+predicted tokens alone: their number depends on the noise. Two parts have counts of their own. Attention is counted as
+a fused kernel's: queries, keys, values, output, and a float32 number for each query and head. Experts are counted as
+grouped products (`ops.experts`): a token's assignment to an expert keeps its input, four inner tensors, and its output
+in float32.
 
 Shape legend: T tokens, A assignments, D hidden, F expert width.
 """
@@ -42,7 +43,7 @@ def kept_bytes(
 ) -> KeptBytes:
     """The bytes that `tokens` tokens in one sequence keep in the layers of this model, computed in `dtype`.
 
-    With `tensor_parallel` they are one worker's. If experts are cut by expert, each worker then has an equal share.
+    With `tensor_parallel` the result is one worker's bytes; experts that are cut by expert count as equal shares.
     """
     kinds = {
         sparse: _layer_bytes(config, sparse, tokens, dtype, tensor_parallel, cut_experts)
@@ -85,7 +86,7 @@ def _layer_bytes(
 
 
 def _own_layer(config: ModelConfig, number: int, parallel: int, cut: ExpertsCut) -> DecoderLayer:
-    """One of `parallel` workers' part of a layer. Experts cut by expert are all there, to be counted."""
+    """The part of a layer that one of `parallel` workers has; with `cut` expert, all experts: `share` divides them."""
     moe = config.moe
     worker_config = replace(
         config,

@@ -29,8 +29,8 @@ from mbd_core.multitf.step.workers import Workers
 class RolloutLearner(Updater):
     """A model in training on rollouts. `states` and `shrink` choose the states that it learns in.
 
-    `frozen` is the model beside it that the objective compares with, if it is not the trained one without its adapter.
-    A state is of one frozen model.
+    `frozen` is a second model that the objective compares with; `None` if the objective needs none, or compares with
+    the trained model without its adapter. A saved state can be loaded only beside the same frozen model.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class RolloutLearner(Updater):
         check_learning(config)
         self.states, self.shrink, self.workers, self._frozen = states, shrink, workers, frozen
         if config.attention == "auto" and workers.device.type == "cpu" and not config.compile:
-            config = replace(config, attention="streams")  # most pairs of many noisy streams are not seen
+            config = replace(config, attention="streams")  # a mask over many noisy streams hides most pairs
         super().__init__(
             model,
             config,
@@ -66,14 +66,15 @@ class RolloutLearner(Updater):
         Raises `ValueError` without answers.
         """
         if not answers:
-            raise ValueError("an update needs at least one answer; of none nothing is learned")
+            raise ValueError("an update needs at least one answer")
         order = sorted(answers, key=lambda answer: -len(answer.prompt) - len(answer.steps))
         return order, order[self.rank :: self.world_size]
 
     def _together(self, order: Sequence[ReplayedAnswer], length: Callable[[ReplayedAnswer], int]) -> Together | None:
-        """Which samples of this worker share a training sequence, `None` without `pack`; each worker makes as many.
+        """Which samples of this worker share a training sequence; `None` without `pack`.
 
-        `order` has all workers' answers. A worker with one less computes the longest again.
+        Every worker makes equally many sequences. `order` has all workers' answers. A worker that has one answer less
+        than the others computes the longest answer again.
         """
         if self.config.pack is None:
             return None
@@ -91,10 +92,10 @@ class RolloutLearner(Updater):
         return merged_tensors(self.model)
 
     def state_dict(self) -> dict[str, Any]:
-        """A resumed learner's state beside the run's first model: step, weights and optimizer states, as copies on the
-        CPU.
+        """The state from which a learner of the same first model resumes: step, weights and optimizer states.
 
-        Every worker calls it. The first one gets the state, the others an empty one.
+        The tensors are copies on the CPU. Every worker calls it. The first worker gets the state, the others
+        an empty one.
         """
         options = StateDictOptions(
             full_state_dict=True, cpu_offload=True, ignore_frozen_params=self.config.lora is not None

@@ -41,7 +41,7 @@ LONG = 1000
 _TILE_ROWS = 128
 _TILE_SCORES = 2**17
 # In tiles, exponentials are not taken relative to the largest score. Their sum tells whether that was safe: between
-# these bounds none overflowed, and an underflowed one is below 1e-13 of the sum.
+# these bounds no exponential overflowed, and each underflowed exponential is below 1e-13 of the sum.
 _SAFE_SUM = (1e-20, 1e30)
 
 

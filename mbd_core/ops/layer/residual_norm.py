@@ -1,7 +1,8 @@
 # mypy: disable-error-code="import-not-found, no-untyped-def"
 """The residual stream as one Triton kernel: a layer's terms, the experts' sum included, and the norm behind them.
 
-The sum is rounded once, the normed values before the gain and again behind it, as `RMSNorm` rounds them.
+Values are rounded to the dtype of the stream three times, as with `RMSNorm`: the sum, the normed sum, and its product
+with the gain.
 
 Shape legend: T tokens, D model width, K experts a token, E experts, G tensor-parallel ranks.
 """
@@ -60,7 +61,7 @@ def _add_norm_kernel(
     K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One token: sum = x + part + the ranks' parts in their order + its experts' outputs, x with BASE alone;
+    """One token: sum = x (if BASE) + part + the ranks' parts in their order + its experts' outputs;
     out = norm(sum) * gain."""
     token = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, BLOCK)

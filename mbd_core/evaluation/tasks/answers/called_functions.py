@@ -86,7 +86,7 @@ def _is_right(schema: Mapping[str, Any], value: Any, right: Sequence[Any]) -> bo
         value = float(value)
     given_type, right_type = type(value), _type_of(right)
     if given_type is not value_type:
-        # a variable's name where a value of another type is declared: the right values say which type counts
+        # The value may be a variable's name although another type is declared; the type of the right values counts.
         return given_type is right_type and value in right
     if inner_type is not None and not _items_fit(value, right, inner_type):
         return False
