@@ -47,7 +47,7 @@ others."""
 FOLLOWS = {"steps": "--iterations", "batch_size": "--prompts and --group", "seed": "--seed"}
 """Fields of `train` that follow other options of a run."""
 NOT_LEARNED = ("distillation", "teacher.weight")
-"""Fields of `train` that no learner takes; a rollout has no labels for the rest of a teacher's weight."""
+"""Fields of `train` that no learner takes. Rollouts have no labels, so a teacher's weight is always 1."""
 CHANGEABLE = [
     item.path
     for item in leaves_of(RLRecipe)
@@ -149,8 +149,10 @@ def chosen_recipe(own: RLOptions, changes: dict[str, Any]) -> RLRecipe:
 
 @contextmanager
 def start_executor(plan: RolloutPlan, own: RLOptions, storage: Folder, *, isolated: bool) -> Iterator[RLExecutor]:
-    """The executor of a run: this process alone, or the connected cluster, whose machines must find the folder of
-    runs and the model; raises as `known_paths`."""
+    """The executor of a run: this process alone, or the connected cluster.
+
+    The cluster's machines must find the folder of runs and the model. Raises the errors of `known_paths`.
+    """
     recipe = plan.recipe
     if own.local:
         import torch

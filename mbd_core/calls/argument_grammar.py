@@ -14,7 +14,6 @@ from mbd_core.decoding.grammar.schemas import ANNOTATIONS, GrammarRefused
 SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as in templates
 OF_OBJECTS = frozenset(("type", "properties", "required", "additionalProperties", "maxProperties", *MAPS_OF_SHARED))
 OF_ARRAYS = frozenset(("type", "items", "minItems", "maxItems"))
-OF_STRINGS = ("minLength", "maxLength", "pattern")
 PYTHON_STRINGS = ("minLength", "maxLength", "pattern", "format")
 
 

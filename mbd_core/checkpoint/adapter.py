@@ -68,8 +68,8 @@ def read_adapter(folder: Path, config: ModelConfig, *, shard: Shard | None = Non
 
 
 def _has_ar_mode(folder: Path, config: ModelConfig) -> bool:
-    """Whether the adapted model has an autoregressive mode: as the recipe of the adapter's training says, or without
-    one as the base has it."""
+    """Whether the adapted model has an autoregressive mode: by the recipe of the adapter's training, or without a
+    recipe by the base."""
     if not (folder / RECIPE).is_file():
         return config.ar_mode
     return config_after(config, whole_recipe(folder / RECIPE, read_json(folder / RECIPE))).ar_mode

@@ -45,7 +45,7 @@ def _name(file: Path) -> str:
 
 
 def places(size: int) -> list[range]:
-    """The bytes that count of a file of so many."""
+    """The ranges of bytes that are hashed of a file of `size` bytes."""
     if size <= WHOLE_BYTES:
         return [range(size)]
     starts = (number * (size - PROBE_BYTES) // (NUM_PROBES - 1) for number in range(NUM_PROBES))

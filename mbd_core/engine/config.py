@@ -8,7 +8,7 @@ from mbd_core.fields import ENGINE, MOST, Flag, Ge, Gt, Le, configuration
 Dtype = Literal["auto", "float32", "bfloat16", "int8"]
 """What an engine computes in. `int8`: products of int8 weights and inputs, the rest float32 (CPUs)."""
 LEAST_SLOTS = 4
-"""Slots of each batch row where nobody chose a number, or as many more as the model decodes with."""
+"""The default number of slots of each batch row, unless the model decodes with more."""
 
 
 @configuration(panel=ENGINE)
@@ -16,8 +16,8 @@ class EngineConfig:
     """The engine's sizes and switches. `None` leaves a choice to the engine.
 
     A block budget only delays blocks, yet tokens then depend on how busy the engine is, so a request can decline it
-    (`DecodingConfig.adaptive`). Static shapes are Alg. 5, without them only resident slots are sent (Alg. 4), and
-    prompts with them.
+    (`DecodingConfig.adaptive`). With static shapes a step sends all slots (Alg. 5). Otherwise it sends the resident
+    slots (Alg. 4), together with prompts.
     """
 
     max_rows: Annotated[int, Ge(1)] = 16
@@ -31,8 +31,8 @@ class EngineConfig:
         ),
     ] = None
     block_budget: Annotated[int | None, Ge(1)] = None
-    """Blocks that all running sequences together may grow to have: many each when idle, one when saturated; where none
-    is left for each, or drafts are measured to give fewer tokens a second, those that draft go on token by token
+    """Most blocks of all running sequences together: many blocks each when idle, one when saturated. Sequences that
+    draft go on token by token while the budget has no block for each, or while drafts give fewer tokens a second
     (default: no budget)."""
     block_size: Annotated[int | None, Ge(1)] = None
     """Tokens of D2F's blocks, for a model that was trained without blocks (LLaDA, Dream)."""
@@ -48,11 +48,11 @@ class EngineConfig:
     max_prefill_tokens: Annotated[int, Ge(1)] = 2048
     """Prompt tokens stored in a step, at most."""
     max_step_seconds: Annotated[float | None, Gt(0)] = None
-    """Seconds of a step in which sequences decode: it stores as many blocks of prompts as fit, at least one (default:
-    1.75 times a step that stores none, as this device takes it, at least 0.05, and so long that a chunk's operations
-    may be half of its cost)."""
+    """Seconds of a step in which sequences decode; it stores as many blocks of prompts as fit, at least one (default:
+    1.75 times the measured seconds of a step without prompts, at least 0.05, and enough for a chunk's operations to be
+    half of its cost)."""
     prefix_caching: bool = True
-    """Keep stored blocks, of prompts and generated, for requests that begin alike."""
+    """Keep stored blocks, of prompts and answers, for later requests that begin with the same tokens."""
     host_kv_bytes: Annotated[int, Ge(0)] = 0
     """Bytes of the host's memory, each rank's, for cached pages that a device has no room for (0: none)."""
     static_shapes: bool | None = None
@@ -61,14 +61,14 @@ class EngineConfig:
     graphs: bool | None = None
     """Replay static steps as CUDA graphs, with kernels that allow it (default: on a GPU)."""
     overlap: bool | None = None
-    """Launch a static step before the results of the one before are read, where that is safe (default: on a GPU)."""
+    """Launch a static step before the previous step's results are read, where that is safe (default: on a GPU)."""
     batch_invariant: bool = False
     """Compute every request by itself: slower, its numbers are the same, bit for bit, whatever runs beside it."""
     dtype: Dtype = "auto"
     """float32, bfloat16, int8 (a CPU's products; the rest in float32), or auto: as stored on a GPU; on a CPU bfloat16
     if it computes it, the weights are stored so, and there are 50 million of them; else float32."""
     attention: Annotated[str | None, Flag(metavar="NAME")] = None
-    """The attention kernel (default: the best there is); of an unknown one, the error names those there are."""
+    """The attention kernel (default: the best available kernel); the error for an unknown name lists the kernels."""
     url_weights: Literal["cache", "stream"] = "cache"
     """Safetensors of a model at a URL. cache: downloaded once a machine, sha256 compared; stream: each rank reads its
     part by range at every start, for machines that start but once; sizes and versions are compared, no sha256."""

@@ -215,8 +215,8 @@ class HarnessModel(TemplateLM):
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Not offered: a whole document has no prefix, and no published work reports its perplexity."""
         raise NotImplementedError(
-            "model 'mbd' does not give loglikelihood_rolling (perplexity of whole documents); tasks that generate, "
-            "and those that compare continuations (loglikelihood), run"
+            "model 'mbd' does not give loglikelihood_rolling (perplexity of whole documents); take tasks that "
+            "generate, or that compare continuations (loglikelihood)"
         )
 
     # -- texts and tokens ---------------------------------------------------------------------------------------------

@@ -5,8 +5,8 @@
                                 rollouts 1 (weights 0)          rollouts 2 (weights 1)
 
 Version n of the weights is the learner after n iterations. Rollouts lie in the run's folder before they are scored,
-and are learned from once: the learner's newest state says which iterations are done. A run that was killed goes on
-from it, whichever of its processes was, and makes only those rollouts of the next iteration that are not there.
+and are learned from once: the learner's newest state says which iterations are done. Whichever process was
+killed, the run goes on from this state, and makes only the missing rollouts of the next iteration.
 """
 
 import json
@@ -65,7 +65,7 @@ class RLRun:
         self._log_targets = log_targets
 
     def run(self, *, max_failures: int = 0) -> Folder:
-        """Iterate to the end, and write the model; its folder. The learner may be lost `max_failures` times.
+        """Iterate to the end, write the model, and return its folder. The learner may be lost `max_failures` times.
 
         Raises `RuntimeError`, one sentence, after that, and `RewardFailed`; the same run goes on from what lies in
         its folder.
@@ -156,7 +156,7 @@ class RLRun:
         waiting = iter(())
         is_last = iteration + 1 == recipe.iterations
         if recipe.lag and not is_last:
-            waiting = self._begin(iteration + 1)  # with the weights of now
+            waiting = self._begin(iteration + 1)  # with the present weights
         answers = [rewarded_answer(row) for row in usable]
         dropped: Counter[Reason]
         if recipe.distils:
@@ -245,7 +245,7 @@ class RLRun:
         return written()
 
     def _scored(self, iteration: int, waiting: Iterator[NumberedTable]) -> tuple[list[ScoredRow], dict[str, float]]:
-        """All rollouts of an iteration with their scores, in the order of the plan; the seconds of both."""
+        """All rollouts of an iteration with their scores, in the order of the plan, and the seconds of both steps."""
         folder, began, in_rollouts = self.folder, time.perf_counter(), 0.0
         numbers = [number for number, _ in self.plan.parts(iteration)]
 
@@ -365,7 +365,7 @@ class RLRun:
 
 
 def rewarded_answer(row: ScoredRow) -> RewardedAnswer:
-    """What groups look at."""
+    """A row's rewards, correctness and TPF, which groups compare."""
     return RewardedAnswer(
         group=row["group"],
         correct=row["correct"],

@@ -23,7 +23,7 @@ from mbd_core.rl.parts import Failure, RewardOutcome, failed, first_error, outco
 from mbd_core.rl.rows import JudgedRow
 
 SHORTEST_PAUSE, FIRST_PAUSE, LONGEST_PAUSE = 0.1, 0.5, 30.0  # seconds
-LOST = 2  # answers in a row that a service gives no reward within the patience: it is down
+LOST = 2  # a service is down after this number of answers in a row without a reward within the patience
 BUSY = (408, 425, 429)  # and all from 500 on
 FORWARDED = (307, 308)  # redirects that keep the question
 MOST_REDIRECTS = 5
@@ -227,7 +227,7 @@ def key_in(variable: str, url: str) -> str:
     key = os.environ.get(variable, "").strip()
     if not key:
         raise ValueError(
-            f"--judge-key for {url} must name an environment variable that is set and holds the key, not be it"
+            f"--judge-key for {url} must be the name of an environment variable that holds the key, not the key itself"
         )
     if not (key.isascii() and key.isprintable()):
         raise ValueError(f"--judge-key for {url}: the key in {variable} has characters that no HTTP header holds")

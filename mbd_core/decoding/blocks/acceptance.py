@@ -137,8 +137,8 @@ def accept_by_entropy(
 
     The open positions of a slot are taken in the order of their entropies, H_1 <= H_2 <= ..., ties from the left. Let
     S_k = H_1 + ... + H_k. The paper (arXiv 2505.24857) accepts position k if S_k - H_k <= `gamma_R`. JetEngine accepts
-    it if S_k < `gamma_R`, and the first one always. A slot whose fallback `gate_RN` forbids accepts none for free:
-    there the paper's rule is S_k <= `gamma_R`, and JetEngine's has no first one.
+    it if k = 1 or S_k < `gamma_R`. In a slot whose fallback `gate_RN` forbids, no position is accepted regardless of
+    its entropy: the paper's rule becomes S_k <= `gamma_R`, and JetEngine's S_k < `gamma_R`.
     """
     entropy_RNB = (score_RNB * -ENTROPY_UNITS).nan_to_num(0.0).clamp(0.0, MOST_ENTROPY).long()
     ordered, order = entropy_RNB.masked_fill(~open_RNB, int(MOST_ENTROPY) + 1).sort(dim=-1, stable=True)

@@ -74,7 +74,7 @@ class Pace:
 
 
 class Pacer:
-    """Learns from measured steps how long they take, and says what the next one's chunks may cost.
+    """Learns from measured steps how long steps take, and bounds the cost of the next step's chunks.
 
     max_step_seconds  the limit of a step with decoding sequences; `None`: `QUIET_STEPS`, at least `LEAST_LIMIT`, and
                       long enough for operations to be half of the chunks' cost

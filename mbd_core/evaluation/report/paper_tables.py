@@ -93,14 +93,14 @@ class Own:
         return cls(rows, aups, {ReportKey(s.model, s.method, s.task, s.config): s for s in times}, aup_means)
 
     def aup_interval(self, rows: Sequence[ReportRow]) -> Interval | None:
-        """The AUP over the tasks of these rows; `None` if none was drawn over just these."""
+        """The interval of the AUP over exactly the tasks of these rows; `None` if the sweep has no such AUP."""
         curves, tasks = {(row.key.model, row.key.method) for row in rows}, {row.key.task for row in rows}
         intervals = [((area.model, area.method), {area.task}, area.d3llm) for area in self.aups]
         intervals += [((area.model, area.method), set(area.tasks), area.d3llm) for area in self.aup_means]
         return next((interval for curve, names, interval in intervals if curves == {curve} and names == tasks), None)
 
     def row(self, figure: Figure, task: str, method: MethodFields) -> ReportRow | None:
-        """The first row of the sweep that is the figure's on a task."""
+        """The first row of the sweep with the figure's model, the task and the method."""
         names = MODELS[figure.model]
         return next(
             (

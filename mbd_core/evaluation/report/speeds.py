@@ -1,8 +1,8 @@
 """The speeds of a sweep: their table, the gain that TPF predicts, an endpoint's seconds.
 
-TPS = TPF / T_step, so a configuration with `tpf_gain` times the tokens a forward and `latency_cost` times the seconds
-a forward is to have `tpf_gain / latency_cost` times the TPS. For the decode TPS that holds by definition. The TPS
-measured here is a whole request's, with its prompt and the engine's work between forwards, so it may differ.
+TPS = TPF / T_step. So `tpf_gain` times the tokens a forward and `latency_cost` times the seconds a forward predict
+`tpf_gain / latency_cost` times the TPS. For the decode TPS that holds by definition. The TPS measured here is a whole
+request's, with its prompt and the engine's work between forwards, so it may differ.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -72,7 +72,7 @@ GAIN_DEFINITIONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedGain:
-    """A configuration's speed as multiples of its baseline's, which is a configuration on the same task."""
+    """A configuration's speed as multiples of its baseline's. The baseline is a configuration on the same task."""
 
     baseline: str
     tpf_gain: float

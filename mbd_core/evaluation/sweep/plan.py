@@ -177,7 +177,7 @@ def _model_variants(model: SweptModel, inputs: SweepInputs, names: Sequence[str]
             by = f"decodes with {', '.join(fitting)}" if fitting else "stores no keys by causal rows"
             raise ValueError(f"method '{variant.method}' does not fit '{model.name}', which {by}")
     if any(task.inputs.scores for task in inputs.tasks):
-        # the model scores texts under its own decoding, by which it may also decode them greedily
+        # the model scores texts under its own decoding, and the same decoding checks them greedily
         if config.attention not in ("full", "causal") and config.shift_logits:
             raise ValueError(
                 f"log-likelihoods of model '{model.name}', which attends in blocks and shifts logits, are not offered"

@@ -1,4 +1,4 @@
-"""What a sweep's folder records of its plan: enough to go on with it, to refuse another one, and to report it."""
+"""The record of a sweep's plan in its folder, by which the sweep is resumed, reported, and told from others."""
 
 import hashlib
 import json
@@ -145,7 +145,7 @@ def record_of(
 
 
 def timed_rows(sweep: Sweep, rows: Sequence[PlannedRow]) -> list[PlannedRow]:
-    """The rows that engines decode here, of which some are timed."""
+    """The rows from which timed requests are chosen: the first draw of each sample that an engine decodes here."""
     rows_here = [row for row in rows if row["model"] in sweep.models and row["method"] != LIKELIHOOD]
     return [row for row in rows_here if row.get("draw", 0) == 0]
 

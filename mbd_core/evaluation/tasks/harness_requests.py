@@ -39,8 +39,8 @@ def load_harness_problems(
     mc_num: int,
     seed: int,
 ) -> list[AskedTask]:
-    """The tasks of these names and of the groups among them, with a model's inputs. A log-likelihood has `mc_num`
-    draws, by `seed`.
+    """The named tasks, and the tasks of named groups, with a model's inputs. A log-likelihood has `mc_num` draws, by
+    `seed`.
 
     `include` is a folder of task files. Raises `ValueError` for a task that is not known, cannot be loaded, or asks
     for more than one greedy or drawn answer to a document.
@@ -115,7 +115,7 @@ def _scored_task(
     for instance in task.instances:
         requests.setdefault(instance.doc_id, []).append(instance)
     firsts, inputs = [], []
-    # what decoding gives is asked for where the task's numbers depend on it: its forwards are many
+    # Greedy decoding takes many forwards, so it is asked for only where the task's numbers depend on it.
     greedy = (
         task.OUTPUT_TYPE == "loglikelihood"
         or "exact_match" in task._metric_fn_list

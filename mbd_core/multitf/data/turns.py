@@ -249,7 +249,7 @@ def _text(content: Any, number: int) -> str:
 
 
 def check_turns(turns: Sequence[ChatTurn], *, answered: bool) -> tuple[ConversationMessages, tuple[int, ...]]:
-    """The messages of a conversation up to its answer, or to before it, and the places of the untrained ones."""
+    """The messages of a conversation, and the places of untrained answers. Not `answered`: without the last answer."""
     for turn in turns:
         turn.message["is_trained"] = turn.is_trained
     messages = in_order_of_calls([turn.message for turn in turns])
@@ -270,5 +270,5 @@ def _prompt(messages: ConversationMessages) -> ConversationMessages:
     """The messages before the last answer; a last answer is optional."""
     prompt = messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
     if not prompt or prompt[-1]["role"] not in ("user", "tool"):
-        raise ValueError("its conversation does not end with a user's message, or with one and its answer")
+        raise ValueError("its conversation does not end with a user's message, nor with the answer to one")
     return prompt

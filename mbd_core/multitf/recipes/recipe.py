@@ -28,7 +28,7 @@ class TrainingRecipe:
 
     The run starts from the model `base` (a shipped model's name or an absolute path) or, without one, from random
     weights of the configuration `model`. A recipe with neither, or without `data`, needs them from the user;
-    `architectures` are then the models that it is for (none named: any that the training states fit). `max_length`
+    `architectures` then names the models that it is for; empty: any model that the training states fit. `max_length`
     bounds a sample with its fill, of which up to `trailing_fill` tokens are added beyond the last block.
     `states.block_size` is the trained model's block size, whatever the base had. `generation` is the trained model's
     recommended decoding. `source` is the origin of the numbers.

@@ -1,7 +1,7 @@
 """Block sizes that change over a run, as in LLaDA2.0's conversion: from small blocks to whole samples and back.
 
-A sample of the data is filled to whole blocks of the trained model's size. Of another size it is filled anew, and a
-block that is longer than the sample is the whole sample.
+A sample of the data is filled to whole blocks of the trained model's size. For another block size it is filled anew. A
+block longer than the sample is cut to the whole sample.
 """
 
 from dataclasses import replace

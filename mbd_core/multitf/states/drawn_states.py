@@ -1,10 +1,10 @@
 """On-policy distillation's rows: of each noise-group of a rollout one drawn state, all of whose masks are labels.
 
 OPDLM (arXiv:2606.06712) draws one state of each block, independently. A rollout of several slots has noise-groups
-instead: a state's window of blocks. From the answer's first block on, a forward is drawn among the forwards that
-decided a token of the block; its state counts the block and the blocks behind it in its window, and the next draw is
-of the first block behind these. So every block counts once, in a state that the engine was in. With one slot, and with
-block-local states, a group is a block, as in OPDLM.
+instead: a state's window of blocks. For the answer's first block a forward is drawn among the forwards that decided a
+token of the block. Its state has the labels of this block and of the later blocks in its window. The next draw is for
+the first block behind the window. So every block counts once, in a state that the engine was in. With one slot, and
+with block-local states, a group is a block, as in OPDLM.
 
 Shape legend: L positions of an answer with its prompt.
 """
@@ -22,7 +22,7 @@ from mbd_core.multitf.states.batch import SequenceColumns
 from mbd_core.multitf.states.replay import AnswerGrid, ReplayState, state_columns
 
 Choose = Callable[[int], int]
-"""A number below the given one."""
+"""Chooses a number from 0 on, below the given number."""
 
 
 def drawn_states(
@@ -30,7 +30,7 @@ def drawn_states(
 ) -> list[ReplayState]:
     """One state of each noise-group, in order, whose labels are its masks at `counted` positions (L).
 
-    `shrink`: the state before the first of so many forwards that decided a token of the block.
+    With `shrink` n only every n-th of the forwards that decided a token of the block can be drawn.
     """
     clock, blocks, done, found = grid.clock(states), grid.blocks, -1, []
     for block in np.unique(blocks[grid.is_decided]):
@@ -86,7 +86,7 @@ def drawn_rows(
 def learned_row(
     grid: AnswerGrid, drawn: Sequence[ReplayState], *, mask_token_id: int, shift: bool = False
 ) -> SequenceColumns:
-    """The sequence of the states that have a label; of the first state if none has."""
+    """The sequence of the states that have a label, or of the first state if no state has a label."""
     kept = [state for state in drawn if state.is_label.any()] or [drawn[0]]
     columns = state_columns(grid, kept, mask_token_id=mask_token_id, shift=shift)
     has_label = columns["labels"] != IGNORE

@@ -51,7 +51,7 @@ class TrainingAttention:
     ) -> Attend:
         """The attention of one batch: the Group-Aware Dual-Stream Mask, or with `whole` only the padding's mask.
 
-        Of the last of `num_layers` layers only the tokens of `kept` (N), flat places, are needed; `None`: all.
+        `kept` (N): flat places of the only tokens whose result the last of `num_layers` layers needs; `None`: all.
         """
         if self.kind == "flex":
             return FlexAttention(self._block_mask(batch, whole=whole))
@@ -77,7 +77,7 @@ class TrainingAttention:
 
 
 def places_of_samples(batch: MultiTFBatch) -> Tensor:
-    """Each token's sample, by its place in the row, from 0 (S, L). Batches of one shape have equal ones."""
+    """Each token's sample (S, L), numbered by its place in the row from 0. Batches of one shape give equal numbers."""
     places = torch.zeros_like(batch.sample)
     places[:, 1:] = (batch.sample[:, 1:] != batch.sample[:, :-1]).cumsum(-1)
     return places

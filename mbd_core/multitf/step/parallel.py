@@ -6,8 +6,8 @@
     the rest    whole on each worker: embeddings, norms, router, head
 
 All tensors are DTensors, whole ones too, so that FSDP2 (`sharding.py`) cuts every tensor once more among the groups of
-such workers, and checkpoints know each part's place. The residual stream is whole on each worker: the parts' sums are
-added up after the attention and after the MLP, and the gradients of the parts' inputs before them.
+such workers, and checkpoints know each part's place. The residual stream is whole on each worker: the workers'
+outputs are summed after the attention and after the MLP, and in the backward pass the gradients of their inputs.
 
 Shape legend: T tokens, K experts a token, D hidden, E experts on this worker, F expert width on this worker.
 """

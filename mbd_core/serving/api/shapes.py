@@ -334,7 +334,7 @@ class Model(TypedDict):
     created: Created
     owned_by: str
     max_model_len: int | None
-    """tokens that a prompt and its answer can have together; `null` before a replica has told it"""
+    """tokens that a prompt and its answer can have together; `null` before a replica has reported it"""
 
 
 class Models(TypedDict):
@@ -413,7 +413,7 @@ class Health(TypedDict):
     running: NotRequired[int]
     """requests that hold a batch row, in all replicas"""
     waiting: NotRequired[int]
-    """requests that wait for one"""
+    """requests that wait for a batch row"""
     models: NotRequired[list["ModelState"]]
 
 
@@ -431,7 +431,7 @@ class ReplicaState(TypedDict):
     running: int
     """requests that hold a batch row"""
     waiting: int
-    """requests that wait for one"""
+    """requests that wait for a batch row"""
     error: NotRequired[str]
     replica: NotRequired[str]
     """its name"""

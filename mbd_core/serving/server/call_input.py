@@ -10,11 +10,11 @@ from pydantic_core import from_json
 LARGEST = sys.float_info.max
 CONSTANTS = {"Infinity": LARGEST, "-Infinity": -LARGEST, "NaN": None}
 ESCAPE = re.compile(r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|u[dD][89a-fA-F][0-9a-fA-F]{2}|.)")
-LONE = len(r"\ud800")  # characters of half of a pair; a pair has more, other escapes match with fewer
+LONE = len(r"\ud800")  # the length of a match of half a pair; whole pairs are longer, other escapes shorter
 
 
 def call_input(text: str) -> dict[str, Any]:
-    """The object that arguments spell; of arguments that were cut the part that came, `{}` if it is of no use.
+    """The object that a call's arguments spell. Arguments that were cut give the fields so far, or `{}`.
 
     A model may write JSON that no reply can hold. A number beyond the floats, or of more digits than Python reads,
     becomes the float nearest to it; half of a pair of surrogates becomes U+FFFD.

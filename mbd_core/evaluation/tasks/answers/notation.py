@@ -70,8 +70,8 @@ _SIZES = re.compile(r"\\(?:left|right|big|Big|bigg|Bigg)[lrm]?(?![A-Za-z])\.?|\\
 
 
 def plain_notation(text: str) -> str:
-    """The text in one notation: ASCII signs and LaTeX's commands, `\\frac{a}{b}`, no marks of thousands that LaTeX or
-    typography alone knows, one kind of space, no sizes of brackets."""
+    """The text in one notation: ASCII signs and LaTeX's commands, `\\frac{a}{b}`, one kind of space, without sizes of
+    brackets, and without LaTeX's and typography's own marks of thousands."""
     text = _ROMAN_LETTER.sub(r" \1", _SIZES.sub("", ascii_notation(text)))
     text = _SHORT_FRACTION.sub(lambda part: rf"\frac{{{part[1] or part[2]}}}{{{part[3] or part[4]}}}", text)
     return re.sub(r" {2,}", " ", _SPACE.sub(" ", text)).strip()
