@@ -195,7 +195,7 @@ def test_drawn_answers_have_seeds_of_their_own(prepare: Callable[..., int]) -> N
         (["--answers-from", "nowhere"], "unknown model 'nowhere'"),
         (["--method", "faster"], "--method faster: known are single, multi"),
         (["--decoding", '{"tau": 1}'], "unknown decoding field 'tau'"),
-        (["--out", "s3://bucket/data"], "name a folder here that keeps the answers as they come"),
+        (["--out", "s3://bucket/data"], "give --answers a folder on this machine"),
         (["--answers", "mine"], "was not written by this project"),
     ],
 )
