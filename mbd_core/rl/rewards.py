@@ -41,7 +41,7 @@ class RewardConfig:
         default_factory=lambda: {CORRECT: 1.0, TPF: 1.0}
     )
     """The parts of the reward and their weights: correct, tpf, MODULE:NAME or FILE.py:NAME of a function, or the URL
-    of a service; weight 0 leaves one out."""
+    of a service; weight 0 leaves a part out."""
     overlong_is_wrong: bool = True
     """An answer that met its limit of tokens is wrong, whatever it says."""
     reward_seconds: Annotated[float, Gt(0)] = 30.0
@@ -77,12 +77,12 @@ class RewardConfig:
 
     @property
     def judges(self) -> list[str]:
-        """The functions and services among them."""
+        """The names of the functions and services that count."""
         return [name for name in self.weights if name not in (CORRECT, TPF)]
 
 
 class Scorer:
-    """Scores tables of rollouts; a context, with which the processes of functions end. `isolated` as in a sweep."""
+    """Scores tables of rollouts. The processes of functions end with its context. `isolated` as in a sweep."""
 
     def __init__(self, config: RewardConfig, *, isolated: bool = False) -> None:
         self._config, self._isolated = config, isolated

@@ -6,10 +6,11 @@
 
 A folder without `checkpoint.json` was not written to its end, and is not read. Tensors are stored by name and by their
 place in the whole, so that other numbers of workers, and replicated or sharded weights, go on from the same files.
-Where an adapter (LoRA) is trained, it alone is stored: the base is the recipe's, and has the digest that is kept.
+Of a model with an adapter (LoRA) the adapter alone is stored, with a digest of the recipe's base.
 Data order, noise, schedule and dropout depend on (seed, step) alone: the step is all that is stored of them.
 
-Workers write beside the next steps, from a copy in the host's memory; where one fails, all fail in the same call.
+Workers write during the next steps, from a copy in the host's memory. If one worker fails to write, all workers raise
+in the same call.
 `jobs/convert_checkpoint.py` makes a model folder of a checkpoint.
 """
 
@@ -56,8 +57,12 @@ Result = TypeVar("Result")
 
 @configuration()
 class CheckpointRecord:
-    """What a checkpoint says of itself. The curve has a point for an update; `base` is an adapter's, by its digest;
-    `held_out` is the share of the data that is not trained on."""
+    """The content of `checkpoint.json`.
+
+    curve     a point for each update
+    base      the digest of an adapter's base
+    held_out  the share of the data that is not trained on
+    """
 
     step: int
     recipe: dict[str, Any]
@@ -68,7 +73,7 @@ class CheckpointRecord:
 
 
 def best_step(curve: RunCurve, metric: str | None) -> int | None:
-    """The updates after which a curve's metric was best, the first of equals; `None` where it has none."""
+    """The number of updates after which the metric was first at its best; `None` if no point of the curve has it."""
     points = [point for point in curve if metric in point]
     if metric is None or not points:
         return None
@@ -79,8 +84,8 @@ def best_step(curve: RunCurve, metric: str | None) -> int | None:
 class Checkpoints:
     """The newest `keep` checkpoints of a run. Every worker calls every method, in the same order.
 
-    Failures of the storage are `OSError`s, on all workers. Where an adapter is trained, the first worker says the
-    digest of its base in `base`; `held_out` is the share that is not trained on.
+    Failures of the storage are `OSError`s, on all workers. `base` is the digest of an adapter's base, set on the first
+    worker; `held_out` is the share of the data that is not trained on.
     """
 
     def __init__(
@@ -93,14 +98,14 @@ class Checkpoints:
     ) -> None:
         self.folder, self.workers, self.keep = folder, workers, keep
         self.keep_best: str | None = None
-        """The number of the curve's points by which the best checkpoint is kept as well."""
+        """The metric of the curve by which the best checkpoint is kept too."""
         self.recipe = as_recorded(recipe)
         self.base: str | None = None
         self.held_out: float | None = None
         self.in_use: int | None = None
-        """The step whose checkpoint is read meanwhile, and so stays; the first worker's."""
+        """The step whose checkpoint is being read, so that it is not removed; set on the first worker."""
         has_others = workers.size > 1
-        if not has_others:  # the thread that writes warns of it
+        if not has_others:  # the writing thread would warn
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         self._group = distributed.new_group(backend="gloo") if has_others else None
         self._poll_group = distributed.new_group(backend="gloo") if has_others else None  # DCP's threads use the first
@@ -115,7 +120,7 @@ class Checkpoints:
         return self._on_first(self._read_newest, f"the checkpoints in {self.folder} cannot be read")
 
     def _on_first(self, call: Callable[[], Result], failure: str) -> Result:
-        """What `call` returns on the first worker, on all of them; so is a `ValueError`, and else an `OSError`."""
+        """Calls `call` on the first worker. All workers return its result, or raise `ValueError` or `OSError`."""
         results: list[Any] = [None]
         if self.workers.is_first:
             try:
@@ -194,7 +199,7 @@ class Checkpoints:
     def poll(self) -> None:
         """Mark the checkpoint that is being written if all its parts are there by now; nobody waits for them.
 
-        The workers agree on it: where a part could not be written, all raise here, and none is left in its next step.
+        The workers agree on it: if a part could not be written, all workers raise here, before their next step.
         """
         if self._writing is not None:
             is_done = torch.tensor(int(self._writing[1].done()))
@@ -217,7 +222,7 @@ class Checkpoints:
             self._on_first(partial(self._finish, record), failure)
 
     def _forget_unfinished(self, step: int) -> None:
-        """Remove what says that the parts of a checkpoint are whole, which are to be written again."""
+        """Remove the metadata of an unfinished checkpoint, whose parts are to be written again."""
         metadata = f"{self._path}/{_name(step)}/{METADATA}"
         if self._system.exists(metadata):
             self._system.rm(metadata)
@@ -285,7 +290,7 @@ class Checkpoints:
         if settings:
             raise ValueError(
                 f"{self.folder} holds checkpoints of a run with other settings ({MARKER} in {_name(steps[0])}): "
-                f"{settings}; give those, or another folder"
+                f"{settings}; give these settings, or another folder"
             )
         return record
 
@@ -319,8 +324,10 @@ class Checkpoints:
 
 
 class _ReportingWriter(FsspecWriter):
-    """Says why a file cannot be written: torch raises an error of its file's end over the storage's, as a full disk's,
-    and between workers goes the last error alone."""
+    """Raises the storage's own error, such as a full disk's, if a file cannot be written.
+
+    torch raises another error on top, from closing the file, and passes only the last error to other workers.
+    """
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
         try:
@@ -334,7 +341,7 @@ class _ReportingWriter(FsspecWriter):
 
 @contextmanager
 def _storage_failures(action: str) -> Iterator[None]:
-    """What fails in the block becomes an `OSError`: `action` and the cause, of several workers' the first one's."""
+    """Any failure in the block becomes an `OSError` with `action` and the cause, of the first worker that failed."""
     try:
         yield
     except CheckpointException as report:
@@ -349,7 +356,7 @@ def _not_written(folder: str) -> str:
 
 
 def _of_any_precision(recipe: dict[str, Any]) -> dict[str, Any]:
-    """The recipe without its precision: a run keeps the one it began in, whatever is asked."""
+    """The recipe without its precision, because a run keeps the precision that it began in."""
     return {**recipe, "train": {**recipe["train"], "precision": "auto"}}
 
 

@@ -23,11 +23,11 @@ class RunOptions:
         ),
     ] = None
     write: Written = "model"
-    """What is written: the model, an adapter merged into it; or the adapter alone, as PEFT does."""
+    """Write the model, with an adapter merged into it, or the adapter alone as a PEFT folder."""
     held_out: ValidationOptions = ValidationOptions()
     """What the run measures on data that it does not learn from."""
     sweeping: Sweeping = Sweeping()
-    """What an engine beside the run decodes with its weights."""
+    """The tasks that an engine decodes with the run's weights beside the run."""
     measuring: Measuring = Measuring()
     """What the run measures of itself."""
     overwrite: bool = False

@@ -32,9 +32,9 @@ class RowLayout:
     causal_R       marks rows that are causal inside, bool; `None`: no row. A causal row has no more queries than keys
     window         a query sees the last `window - 1` keys before it; in a row that is not causal, before the row, and
                    all of the row's own keys. No row then has more queries than keys. `None`: all keys
-    gap_R          the number of hidden keys before a query's own: the row's tokens have earlier positions, and their
-                   keys stand that many places behind. In a causal row the own key is the query's alone, otherwise all
-                   keys of the row are its own. `None`: no row has a gap. Never with a `window`
+    gap_R          the number of hidden keys directly before a query's own keys: the row's keys stand that many places
+                   behind their positions. A query's own keys are its own key in a causal row, otherwise all keys of
+                   the row. `None`: no row has a gap. Never with a `window`
     max_q          queries of the longest row, for kernels that need it on the host; `None`: `for_kernels` finds it
     exact          each row's result must be bitwise independent of the other rows
     rows_each      this number of neighbouring rows, of `max_q` queries each, are one sequence's and have the same
@@ -78,7 +78,7 @@ class RowLayout:
 
     def hidden_2T(self, num_tokens: int) -> Tensor:
         """The first hidden key of each of the `num_tokens` queries and the key behind the last, for a layout with
-        `gap_R`; equal for a query that no gap hides a key from."""
+        `gap_R`; both are equal if no key is hidden from the query."""
         assert self.gap_R is not None
         own_R = self.cu_seqlens_q.diff()
         if self.causal_R is not None:

@@ -2,8 +2,8 @@
 
 `strict_number` is the strict rule of lm-eval's `gsm8k`, the number after the first `#### `, and of its `gsm8k_cot`,
 the number after the first `The answer is `. `flexible_number`, the last number of a text, is for the project's own
-tasks, whose answers are plain numbers; `stated_answers.py` finds those of GSM8K and MATH. Each rule takes one answer:
-further guesses in the text do not count.
+tasks, whose answers are plain numbers; `stated_answers.py` finds the answers to GSM8K and MATH. Each
+rule takes one answer: further guesses in the text do not count.
 """
 
 import re
@@ -69,8 +69,8 @@ def outermost_boxes(text: str) -> list[tuple[int, int, int]]:
 
 
 def _closed_boxes(text: str) -> Iterator[tuple[int, int, int]]:
-    """Every box whose brace is closed, as `outermost_boxes` gives them, the innermost first. Each character is read
-    once, whatever stands open."""
+    """Every box whose brace is closed, in the form of `outermost_boxes`, the innermost first. Each character is read
+    once, however many braces are open."""
     braces: list[tuple[int, int] | None] = []
     for match in _BRACE.finditer(text):
         if match[0] == "{":
