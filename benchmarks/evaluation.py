@@ -162,11 +162,13 @@ def decode_all(model: DecodingModel, rows: Sequence[PlannedRow]) -> tuple[float,
     from mbd_core.batch.decoding import sample_requests, sample_stops
     from mbd_core.batch.rows import before_stop
     from mbd_core.checkpoint.chat import decode_text
+    from mbd_core.decoding.blocks.request import Request
 
     model.engine.forget_prefixes()
     start = time.perf_counter()
     stops, decode = sample_stops(rows), partial(decode_text, model.tokenizer)
-    outputs = generate_until(model.engine, sample_requests(model, rows), stops, decode)
+    requests = [request for request in sample_requests(model, rows) if isinstance(request, Request)]
+    outputs = generate_until(model.engine, requests, stops, decode)
     texts = {
         int(output.request_id): before_stop(decode(output.tokens), stops[output.request_id]) for output in outputs
     }

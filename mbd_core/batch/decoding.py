@@ -30,18 +30,29 @@ class NoOutput:
     error: str
 
 
-def sample_requests(model: DecodingModel, rows: Sequence[PlannedRow]) -> list[Request]:
+def sample_requests(model: DecodingModel, rows: Sequence[PlannedRow]) -> list[Request | NoOutput]:
     """A request for each row of `PLANNED_COLUMNS`; its id is the row's number. Where the plan allows it, a request
-    asks for no more tokens than the model holds."""
-    positions = model.engine.admission.max_positions
-    requests = []
-    for row, prompt in zip(rows, prompt_ids(model.tokenizer, [row["input"] for row in rows]), strict=True):
+    asks for no more tokens than the model holds. A chat with functions that the model cannot be asked has no request.
+    """
+    tokenizer, positions = model.tokenizer, model.engine.admission.max_positions
+    chats = [ToolChat.of_input(row["input"]) for row in rows]
+    other_inputs = [row["input"] for row, chat in zip(rows, chats, strict=True) if chat is None]
+    other_prompts = iter(prompt_ids(tokenizer, other_inputs))
+    requests: list[Request | NoOutput] = []
+    for row, chat in zip(rows, chats, strict=True):
+        try:
+            prompt = next(other_prompts) if chat is None else chat.prompt(tokenizer)
+            grammar = None if chat is None else chat.answer_grammar(tokenizer, prompt)
+        except ValueError as error:
+            requests.append(NoOutput(str(error)))
+            continue
         request = Request(
             request_id=str(row["sample"]),
             prompt=tuple(prompt),
             max_tokens=row["max_tokens"],
             decoding=read_decoding(json.loads(row["config"])),
             sampling=load(Sampling, json.loads(row.get("sampling") or "{}")),
+            grammar=grammar,
         )
         requests.append(fit_request(request, positions) if row["may_shorten"] else request)
     return requests
@@ -115,28 +126,22 @@ class DecodeStage:
         """Add text and counts to rows of one model, or the error."""
         model = self._model(name)
         tokenizer, stops = model.tokenizer, sample_stops(rows)
-        requests = [replace(request, replay=True) for request in sample_requests(model, rows)]
+        requests = sample_requests(model, rows)
         del model  # the engine may be closed from here on
-        chats = {row["sample"]: chat for row in rows if (chat := ToolChat.of_input(row["input"])) is not None}
         token_text = lru_cache(maxsize=None)(lambda token: decode_text(tokenizer, [token], special=True))
-        refused: dict[str, NoOutput] = {}
-        for number, (row, request) in enumerate(zip(rows, requests, strict=True)):
-            row["max_tokens"] = request.max_tokens
-            if row["sample"] in chats:
-                try:
-                    grammar = chats[row["sample"]].answer_grammar(tokenizer, request.prompt)
-                    requests[number] = replace(request, grammar=grammar)
-                except ValueError as error:
-                    refused[request.request_id] = NoOutput(str(error))
-        asked = [request for request in requests if request.request_id not in refused]
-        results = refused | self._results(name, asked, stops)
+        asked = [replace(request, replay=True) for request in requests if isinstance(request, Request)]
+        results = self._results(name, asked, stops)
         for row, request in zip(rows, requests, strict=True):
-            result = results[str(row["sample"])]
+            if isinstance(request, NoOutput):
+                row["error"] = request.error
+                continue
+            row["max_tokens"] = request.max_tokens
+            result = results[request.request_id]
             if isinstance(result, NoOutput):
                 row["error"] = result.error
             else:
-                if row["sample"] in chats:
-                    row["text"] = chats[row["sample"]].answer(tokenizer, request.prompt, result.tokens)
+                if (chat := ToolChat.of_input(row["input"])) is not None:
+                    row["text"] = chat.answer(tokenizer, request.prompt, result.tokens)
                 else:
                     row["text"] = before_stop(decode_text(tokenizer, result.tokens), stops[str(row["sample"])])
                 row["finish_reason"] = result.finish_reason

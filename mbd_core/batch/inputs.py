@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from mbd_core.batch.tool_chats import ToolChat
 from mbd_core.checkpoint.chat import chat_prompts, chat_text, plain_prompts
 from mbd_core.checkpoint.literal_text import Masking, evaluated_ids, fixed_masking
 
@@ -24,19 +23,13 @@ Context = str | list[dict[str, str]]
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, inputs: Sequence[str]) -> list[list[int]]:
-    """Token ids of prompts that are given as JSON: a text, which gets the tokenizer's own special tokens before it, a
-    chat's messages, which the model's template renders, or a `ToolChat`. Raises `ValueError` for a chat if the
-    tokenizer has no template."""
+    """Token ids of prompts that are given as JSON. A chat's messages are rendered by the model's template; a text gets
+    the tokenizer's own special tokens before it. Raises `ValueError` for a chat if the tokenizer has no template."""
     contents: list[Any] = [json.loads(text) for text in inputs]
-    chats = iter(chat_prompts(tokenizer, [content for content in contents if isinstance(content, list)]))
-    plain = iter(plain_prompts(tokenizer, [content for content in contents if isinstance(content, str)]))
-    prompts = []
-    for content in contents:
-        if isinstance(content, dict):
-            prompts.append(ToolChat(**content).prompt(tokenizer))
-        else:
-            prompts.append(list(next(plain if isinstance(content, str) else chats)))
-    return prompts
+    chats = iter(chat_prompts(tokenizer, [content for content in contents if not isinstance(content, str)]))
+    texts = [content for content in contents if isinstance(content, str)]
+    plain = iter(plain_prompts(tokenizer, texts))
+    return [list(next(plain if isinstance(content, str) else chats)) for content in contents]
 
 
 @dataclass(frozen=True, kw_only=True)

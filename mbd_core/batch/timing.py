@@ -103,17 +103,19 @@ class TimedStage:
     def _rows(self, model: DecodingModel, case: TimedCase, left_out: Collection[int]) -> list[TimedRow]:
         """Both runs, after a warm-up with the first request alone and with `concurrency` requests together."""
         requests, stops = sample_requests(model, case.rows), sample_stops(case.rows)
-        numbers = [
-            number
+        served = {
+            number: request
             for number, request in enumerate(requests)
-            if case.rows[number]["sample"] not in left_out and _is_served(model.engine, request)
-        ]
-        lone_requests = [requests[number] for number in numbers if number < case.num_alone]
-        at_once = [requests[number] for number in numbers]
+            if isinstance(request, Request)
+            and case.rows[number]["sample"] not in left_out
+            and _is_served(model.engine, request)
+        }
+        lone_requests = [request for number, request in served.items() if number < case.num_alone]
+        at_once = list(served.values())
         for warm_up, concurrency in ((lone_requests[:1], 1), (at_once[: self._concurrency], self._concurrency)):
             list(run_timed(model, warm_up, stops=stops, concurrency=concurrency))
         rows: list[TimedRow] = []
-        problems = {request.request_id: row for request, row in zip(requests, case.rows, strict=True)}
+        problems = {str(row["sample"]): row for row in case.rows}
         for run, run_requests, concurrency in (
             (ALONE, lone_requests, 1),
             (TOGETHER, at_once, min(self._concurrency, len(at_once))),

@@ -44,12 +44,16 @@ class ToolChat:
         return token_ids(tokenizer, [chat_text(tokenizer, self.messages, tools=self.tools)])[0]
 
     def answer_grammar(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) -> Grammar | None:
-        """The grammar of the answer to the prompt, thoughts before it included. Raises `GrammarRefused`, and
-        `ValueError` for a template that shows calls in a form that is not known."""
+        """The grammar of the answer to the prompt, thoughts before it included; `None` if it is decoded freely.
+
+        Raises `ValueError` for a template that shows calls in a form that is not known, by which the answer could not
+        be read either, and `GrammarRefused`.
+        """
+        form = call_form(tokenizer)
         if not self.grammar:
             return None
         vocabulary, thoughts = tokenizer.get_added_vocab(), prompt_thoughts(tokenizer, prompt)
-        grammar = self._rule.grammar(call_form(tokenizer), vocabulary)
+        grammar = self._rule.grammar(form, vocabulary)
         return grammar if thoughts is None else thoughts.before(grammar, vocabulary)
 
     def answer(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], tokens: Sequence[int]) -> str:

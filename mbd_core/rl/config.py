@@ -72,7 +72,11 @@ class RolloutConfig:
                 f"task '{self.task}' has no grader of one answer: lm-evaluation-harness grades its own runs; choose "
                 f"one of {', '.join(TASKS)}"
             )
-        find_task(self.task)
+        if find_task(self.task).asks_calls:
+            raise ValueError(
+                f"task '{self.task}' asks for calls of functions, which are not read out of rollouts; choose one of "
+                f"{', '.join(TASKS)}"
+            )
 
     def tokens_at(self, iteration: int, *, most: int, block_size: int) -> int:
         """The limit of new tokens in the iteration numbered so, from 0: whole blocks while it grows to `most`."""

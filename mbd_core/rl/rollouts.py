@@ -236,6 +236,7 @@ class RolloutEngine:
         admitted: list[Request] = []
         decoded_rows: list[RolloutRow] = []
         for row, plain_request in zip(rows, sample_requests(self._model, rows), strict=True):
+            assert isinstance(plain_request, Request), "tasks of calls are refused"
             request = replace(plain_request, rollout=True, experts=row["record_experts"])
             decoded_row: RolloutRow = {**row, "version": self.version, "prompt_tokens": list(request.prompt)}
             decoded_row["max_tokens"] = request.max_tokens

@@ -7,12 +7,13 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from call_templates import OPENS_THOUGHTS
-from chat_templates import OTHER_FORM, QWEN, tool_folder
+from chat_templates import ALTERNATE, OTHER_FORM, QWEN, REFUSAL, tool_folder
 from sweep_rows import planned_samples
 
-from mbd_core.batch.decoding import DecodeStage
+from mbd_core.batch.decoding import DecodeStage, sample_requests
 from mbd_core.batch.decoding_model import DecodingModel
 from mbd_core.batch.tool_chats import ToolChat
+from mbd_core.decoding.blocks.request import Request
 from mbd_core.engine.config import EngineConfig
 from mbd_core.serving.tokens.load import load_engine
 
@@ -60,7 +61,26 @@ def test_answers_are_read_by_the_model_s_form(tiny_model_dir: Path, tmp_path: Pa
     assert grammar is not None and ("thoughts" in grammar.text) == (template == OPENS_THOUGHTS)
 
 
-def test_one_row_s_unknown_form_does_not_end_the_others(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_an_answer_that_could_not_be_read_is_not_decoded(tiny_model_dir: Path, tmp_path: Path) -> None:
     folder = tool_folder(tiny_model_dir, tmp_path / "model", template=OTHER_FORM)
-    [row] = decoded(folder, [chat("Take three.")])
-    assert "in a form of its own" in row["error"] and row["text"] is None
+    for row in decoded(folder, [chat("Take three."), chat("Take three.", grammar=False)]):
+        assert "in a form of its own" in row["error"] and row["text"] is None
+
+
+def test_a_chat_that_the_template_refuses_does_not_end_the_others(tiny_model_dir: Path, tmp_path: Path) -> None:
+    folder = tool_folder(tiny_model_dir, tmp_path / "model", template=ALTERNATE + QWEN)
+    twice = ToolChat(messages=[{"role": "user", "content": text} for text in ("Well?", "Take.")], tools=[TOOL])
+    refused, answered = decoded(folder, [twice, chat("Take three.")])
+    assert REFUSAL in refused["error"] and refused["text"] is None
+    assert answered["error"] is None and set(json.loads(answered["text"])) == {"content", "calls"}
+
+
+def test_requests_to_be_timed_have_the_grammar_too(tiny_model_dir: Path, tmp_path: Path) -> None:
+    folder = tool_folder(tiny_model_dir, tmp_path / "model", template=QWEN)
+    rows = planned_samples(["m"], prompts=["?", "?"]).to_pylist()
+    for row, grammar in zip(rows, (True, False), strict=True):
+        row["input"] = chat("Take three.", grammar=grammar).as_json()
+    loaded = load_engine(folder, EngineConfig(max_rows=1, num_pages=64))
+    held, free = sample_requests(DecodingModel(loaded.engine, loaded.tokenizer), rows)
+    assert isinstance(held, Request) and held.grammar is not None
+    assert isinstance(free, Request) and free.grammar is None

@@ -290,6 +290,8 @@ def test_bad_input_is_one_sentence(tiny_model_dir: Path, tmp_path: Path, capsys:
         RolloutConfig(task="harness:arc")
     with pytest.raises(ValueError, match="known: gsm-mini"):
         RolloutConfig(task="arc")
+    with pytest.raises(ValueError, match="are not read out of rollouts"):
+        RolloutConfig(task="bfcl-free:parallel")
     with pytest.raises(ValueError, match="group=1"):
         tiny_run(tiny_model_dir, rollouts=RolloutConfig(group=1))
     with pytest.raises(ValueError, match=r"temperature=0\.0"):

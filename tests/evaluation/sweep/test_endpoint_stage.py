@@ -75,6 +75,19 @@ def test_a_chat_with_functions_gives_text_and_calls(server: ScriptedEndpoint) ->
     assert answers == [{"content": "One moment.", "calls": [function]}, {"content": "No.", "calls": []}]
 
 
+@pytest.mark.parametrize(
+    "function", [{"name": "take", "arguments": {"n": 3}}, {"name": None, "arguments": "{}"}, None]
+)
+def test_a_call_without_openai_s_form_is_an_error(server: ScriptedEndpoint, function: Any) -> None:
+    called = completion("")
+    called["choices"][0]["message"]["tool_calls"] = [{"id": "1", "type": "function", "function": function}]
+    server.script = lambda _: (200, {}, called)
+    tools = [{"type": "function", "function": {"name": "take", "description": "Takes.", "parameters": {}}}]
+    chat = ToolChat(messages=[{"role": "user", "content": "Take."}], tools=tools)
+    [row] = rows_of(server, ["?"], input=chat.as_json())
+    assert "has not OpenAI's form" in row["error"] and row["text"] is None
+
+
 def test_what_an_endpoint_says_is_known_and_what_it_does_not_say_is_null(server: ScriptedEndpoint) -> None:
     rows = rows_of(server, ["2 + 2?", "1 + 3?"], stop=json.dumps(["A", "B", "C", "D", " ####"]))
     assert [row["text"] for row in rows] == ["Tom has"] * 2, "also by a stop that the endpoint is not given"

@@ -68,6 +68,7 @@ def test_a_question_becomes_a_chat_with_json_schemas(tmp_path: Path) -> None:
         assert chat is not None and chat.grammar is grammar and inputs.max_tokens == 512
         function = chat.tools[0]["function"]
         assert function["name"] == "weather_forecast"
+        assert function["description"] == "The weather to come. Note that the provided function is in Python 3 syntax."
         schema = function["parameters"]
         assert schema["type"] == "object" and schema["properties"]["share"] == {"type": "number"}
         assert schema["properties"]["box"]["properties"] == {"x": {"type": "number"}, "y": {"type": "string"}}
@@ -104,6 +105,29 @@ def test_right_calls(tmp_path: Path, arguments: dict[str, Any]) -> None:
 def test_wrong_calls(tmp_path: Path, calls: list[dict[str, Any] | str], why: str) -> None:
     data = data_folder(tmp_path / "d", "simple_python", [RIGHT])
     assert why in (reason("bfcl:simple_python", data, *calls) or "")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        '{"city": 1e999}',
+        '{"city": NaN}',
+        '{"city": "\\ud800"}',
+        '{"city": "San Jose", "\\ud800": 1}',
+        '{"city": "San Jose", "city": "Oslo"}',
+        '{"city": "San Jose", "hours": ' + "[" * 100_000,
+        '{"city": "San Jose", "days": ' + "9" * 10_000 + "}",
+        json.dumps({"city": "x" * 100_000}),
+    ],
+    ids=["infinite", "NaN", "half a character", "half a name", "twice", "deep", "large", "long"],
+)
+def test_odd_calls_are_wrong_in_a_short_text_that_can_be_written(tmp_path: Path, arguments: str) -> None:
+    data = data_folder(tmp_path / "d", "simple_python", [RIGHT])
+    said = reason("bfcl:simple_python", data, arguments)
+    assert said and len(said.encode()) < 3_000
+    data = data_folder(tmp_path / "e", "irrelevance", None)
+    deep = '{"city": ' + "[" * 100_000
+    assert reason("bfcl:irrelevance", data, deep) is None, "a call that cannot be read is none"
 
 
 def test_parallel_calls_come_in_any_order(tmp_path: Path) -> None:

@@ -376,8 +376,7 @@ class EndpointStage:
             answer = raw.parse()
             columns = _columns(answer, raw.elapsed.total_seconds(), json.loads(row["stop"]))
             if ToolChat.of_input(row["input"]) is not None:
-                calls = [call.function.model_dump() for call in answer.choices[0].message.tool_calls or ()]
-                columns["text"] = answer_text(columns["text"] or "", calls)
+                columns["text"] = answer_text(columns["text"] or "", _calls(answer.choices[0].message))
             pa.Table.from_pylist([{**row, **columns}], schema=DECODED_COLUMNS)  # raises for what no column can hold
             return columns
         except openai.APIStatusError as error:
@@ -436,6 +435,16 @@ def _columns(answer: Any, seconds: float, stop: list[str]) -> ReplyColumns:
     answer_text = before_stop((text or "").encode("utf-8", "replace").decode(), stop)
     counted = cast(CountColumns, numbers)
     return {**counted, "text": answer_text, "finish_reason": finish_reason, "seconds": seconds}
+
+
+def _calls(message: Any) -> list[dict[str, str]]:
+    """The calls of a message. Raises `TypeError` for a name or arguments that are no text."""
+    calls = [{"name": call.function.name, "arguments": call.function.arguments} for call in message.tool_calls or ()]
+    for call in calls:
+        for name, value in call.items():
+            if not isinstance(value, str):
+                raise TypeError(f"a call's {name} is a {type(value).__name__}")
+    return calls
 
 
 def _answers(client: "openai.OpenAI", endpoint: Endpoint) -> bool:

@@ -35,6 +35,9 @@ ELSEWHERE = {
 }
 JSON_TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}
 """The leaderboard's names of types that JSON Schema has by other names."""
+HINT = " Note that the provided function is in Python 3 syntax."
+"""What the leaderboard adds to each function's description when it asks."""
+MAX_DETAIL = 500  # characters; a call may be long, and JSON may spell halves of characters
 
 
 class QuestionRow(TypedDict):
@@ -74,11 +77,11 @@ def _rows(category: str, data: str | None) -> Iterator[NumberedRow]:
             raise ValueError(f"{folder} is no folder of {PACKAGE}'s data: {file.relative_to(folder)} is missing")
     right: dict[str, Any] = {}
     if category in WITH_ANSWERS:
-        right = {row["id"]: row["ground_truth"] for _, _, row in read_row_files(str(answers))}
+        right = {row.get("id"): row.get("ground_truth") for _, _, row in read_row_files(str(answers))}
     for number, place, row in read_row_files(str(questions)):
-        if category in WITH_ANSWERS and row["id"] not in right:
-            raise ValueError(f"{place}: {answers} has no answer to {row['id']}")
-        yield number, place, {**row, "ground_truth": right.get(row["id"], [])}
+        if category in WITH_ANSWERS and row.get("id") not in right:
+            raise ValueError(f"{place}: {answers} has no answer to {row.get('id')}")
+        yield number, place, {**row, "ground_truth": right.get(row.get("id"), [])}
 
 
 def _folder() -> Path:
@@ -97,7 +100,7 @@ def _problem(_name: str, row: QuestionRow, *, grammar: bool) -> Problem:
             "type": "function",
             "function": {
                 "name": function["name"],
-                "description": function["description"],
+                "description": function["description"] + HINT,
                 "parameters": _json_schema(function["parameters"]),
             },
         }
@@ -135,7 +138,8 @@ def _judge_calls(problem: Problem, text: str) -> Grade:
     try:
         check_calls(reference["functions"], _calls(text), right)
     except WrongCall as error:
-        return Grade(correct=False, reason="wrong", detail=str(error))
+        detail = str(error)[:MAX_DETAIL].encode("utf-8", "backslashreplace").decode()
+        return Grade(correct=False, reason="wrong", detail=detail)
     return Grade(correct=True, reason="passed")
 
 
@@ -157,9 +161,9 @@ def _calls(text: str) -> list[FunctionCall]:
     for call in json.loads(text)["calls"]:
         try:
             arguments = json.loads(call["arguments"])
-        except ValueError:
+        except (ValueError, RecursionError):
             arguments = None
         if not isinstance(arguments, dict):
-            raise WrongCall(f"{call['name']}: the arguments are no JSON object: {call['arguments'][:200]}")
+            raise WrongCall(f"{call['name']}: the arguments are no JSON object: {call['arguments']}")
         calls.append(FunctionCall(call["name"], arguments))
     return calls
