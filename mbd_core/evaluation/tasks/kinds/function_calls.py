@@ -75,7 +75,7 @@ def _rows(category: str, data: str | None) -> Iterator[NumberedRow]:
     for file in (questions, *([answers] if category in WITH_ANSWERS else [])):
         if not file.is_file():
             raise ValueError(f"{folder} is no folder of {PACKAGE}'s data: {file.relative_to(folder)} is missing")
-    right: dict[str, Any] = {}
+    right: dict[Any, Any] = {}
     if category in WITH_ANSWERS:
         right = {row.get("id"): row.get("ground_truth") for _, _, row in read_row_files(str(answers))}
     for number, place, row in read_row_files(str(questions)):
