@@ -153,6 +153,10 @@ class RLRecipe:
     """Iterations."""
     most_idle: Annotated[int, Ge(0), Flag(panel=UPDATES)] = 5
     """The run ends after this many successive iterations that taught nothing; 0: never."""
+    max_rollouts: Annotated[int, Ge(0), Flag(panel=UPDATES)] = 0
+    """The run ends with the iteration in which so many answers are drawn, all iterations together; 0: no limit."""
+    max_seconds: Annotated[float, Ge(0), Flag(panel=UPDATES, metavar="S")] = 0.0
+    """The run ends with the iteration in which it has taken so many seconds; 0: no limit."""
     checkpoint_every: Annotated[int, Ge(1), Flag(panel=OUTPUT)] = 1
     """Iterations between two checkpoints of the learner."""
     samples_every: Annotated[int, Ge(0), Flag(panel=OUTPUT)] = 5
@@ -218,6 +222,11 @@ class RLRecipe:
         """Answers of an iteration."""
         return self.rollouts.prompts * self.rollouts.group
 
+    @property
+    def end(self) -> int:
+        """Iterations of the run, at most: as many as it is given, or as `max_rollouts` allows."""
+        return min(self.iterations, math.ceil(self.max_rollouts / self.answers) or self.iterations)
+
 
 def as_recorded(recipe: RLRecipe) -> dict[str, Any]:
     """The recipe as read from its JSON, with the effective filters of groups."""
@@ -227,7 +236,7 @@ def as_recorded(recipe: RLRecipe) -> dict[str, Any]:
     return recorded
 
 
-FREE = ("iterations", "checkpoint_every", "samples_every", "most_idle")
+FREE = ("iterations", "checkpoint_every", "samples_every", "most_idle", "max_rollouts", "max_seconds")
 FREE_OF_HELD_OUT = ("keep_best", "patience")
 FREE_OF_REWARDS = ("reward_seconds", "judge_patience", "judge_concurrency", "judge_key", "on_reward_error")
 """The fields that a resumed run may change: its own, those of its sweeps, and those of its rewards."""

@@ -38,14 +38,17 @@ from mbd_core.rl.folder import BEST, HELD_OUT, ITERATIONS, MODEL, PLOT, RunFolde
 from mbd_core.rl.groups import REASONS, Reason, RewardedAnswer, advantages, weighted_sum, why_idle
 from mbd_core.rl.parts import RewardFailed
 from mbd_core.rl.record import (
+    SINCE_START,
     RecordedNumbers,
     draw_progress,
+    ended_by,
     failure_texts,
     failures_text,
     front_line,
     group_numbers,
     progress_line,
     rollout_numbers,
+    run_seconds,
     sweeps_since_best,
 )
 from mbd_core.rl.rollouts import RolloutPlan, decided, replayed
@@ -88,10 +91,11 @@ class RLRun:
         if dropped := folder.drop_lost(done):
             say(f"{dropped} rollouts of weights that are too old or were lost are made anew")
         lines, fronts = folder.lines(ITERATIONS), folder.lines(HELD_OUT)
+        self._began = time.perf_counter() - run_seconds(lines)
         loggers = self._loggers(done)
         try:
-            self._hold_out(done, fronts)
-            end = done if self._is_out_of_patience(fronts) else recipe.iterations
+            self._hold_out(done, fronts, is_last=self._is_last(lines))
+            end = done if self._is_over(lines, fronts) else recipe.end
             waiting = self._begin(done) if done < end else iter(())
             num_idle, ends = 0, False
             for iteration in range(done, end):
@@ -101,9 +105,10 @@ class RLRun:
                 after = iteration + 1
                 num_idle = num_idle + 1 if line["idle"] else 0
                 ends = num_idle == recipe.most_idle > 0
-                is_last = after == recipe.iterations or ends
+                is_last = self._is_last(lines)
                 if (
                     is_last
+                    or ends
                     or after % recipe.checkpoint_every == 0
                     or (recipe.held_out.patience and self._sweeps(after))
                 ):
@@ -111,17 +116,17 @@ class RLRun:
                     executor.save(folder.folder, state_name(after))
                     folder.drop_older_states(after)
                 seconds = fmean(line["seconds"] for line in lines[done:])
-                say(progress_line(line, recipe.iterations, seconds))
+                say(progress_line(line, recipe.end, seconds))
                 if num_idle:
                     say(f"iteration {after} taught nothing: {self._why_idle([line])}")
                 values = {name: float(value) for name, value in line.items() if name not in ("iteration", "failures")}
                 for logger in loggers:
                     logger.add(iteration, values)
-                new_points = self._hold_out(after, fronts)
+                new_points = self._hold_out(after, fronts, is_last=is_last)
                 for logger in loggers:
                     logger.amend(iteration, new_points) if new_points else None
                     logger.flush()
-                if ends or self._is_out_of_patience(fronts):
+                if ends or self._is_over(lines, fronts):
                     break
         finally:
             for logger in loggers:
@@ -154,7 +159,7 @@ class RLRun:
             raise RuntimeError(f"no answer of iteration {iteration + 1} was decoded: {why}")
         self._check_failures(iteration, usable)
         waiting = iter(())
-        is_last = iteration + 1 == recipe.iterations
+        is_last = iteration + 1 == recipe.end
         if recipe.lag and not is_last:
             waiting = self._begin(iteration + 1)  # with the present weights
         answers = [rewarded_answer(row) for row in usable]
@@ -181,6 +186,8 @@ class RLRun:
         began_swap = time.perf_counter()
         executor.swap(iteration + 1)
         seconds["swap"] = time.perf_counter() - began_swap
+        since_start = round(time.perf_counter() - self._began, 3)
+        is_last |= 0 < recipe.max_seconds <= since_start
         if not recipe.lag and not is_last:
             waiting = self._begin(iteration + 1)
         self._write_samples(iteration, rows)
@@ -199,6 +206,7 @@ class RLRun:
             **report,
             **{f"seconds_{name}": round(value, 3) for name, value in seconds.items()},
             "seconds": round(time.perf_counter() - began, 3),
+            SINCE_START: since_start,
         }
         return line, waiting
 
@@ -275,12 +283,13 @@ class RLRun:
 
     # What is written of a run
 
-    def _hold_out(self, version: int, fronts: list[RecordedNumbers]) -> dict[str, float]:
-        """Sweeps the held-out problems if a sweep is due after this iteration and not done; returns its numbers."""
+    def _hold_out(self, version: int, fronts: list[RecordedNumbers], *, is_last: bool) -> dict[str, float]:
+        """Sweeps the held-out problems if a sweep is due after this iteration, or it is the last one, and not done;
+        returns its numbers."""
         sweep = self.plan.held_out
-        if not self._sweeps(version) or any(line["iteration"] == version for line in fronts):
+        is_due = self._sweeps(version) or is_last
+        if sweep is None or not is_due or any(line["iteration"] == version for line in fronts):
             return {}
-        assert sweep is not None
         parts = cut(list(sweep.rows()), rows_per_part=sweep.engine.max_rows)
         rows: dict[float, list[GradedRow]] = {}
         for _, table in self.executor.sweep([(part.number, part.table()) for part in parts]):
@@ -303,21 +312,24 @@ class RLRun:
         return values
 
     def _sweeps(self, version: int) -> bool:
-        """Whether held-out problems are swept after so many iterations."""
+        """Whether held-out problems are swept after so many iterations, be they the last ones or not."""
         every = self.recipe.held_out.evaluate_every
-        return bool(every) and (version % every == 0 or version == self.recipe.iterations)
+        return bool(every) and version % every == 0
 
-    def _is_out_of_patience(self, fronts: Sequence[RecordedNumbers]) -> bool:
-        """Whether as many sweeps in a row as the recipe waits had no better front; it is said."""
-        patience, since = self.recipe.held_out.patience, sweeps_since_best(fronts)
-        if not 0 < patience <= since:
-            return False
-        say(f"the run ends: {since} sweeps in a row had no better front (--patience {patience})")
-        return True
+    def _is_over(self, lines: Sequence[RecordedNumbers], fronts: Sequence[RecordedNumbers]) -> bool:
+        """Whether a limit of the recipe ends the run before its iterations do; it is said."""
+        limit = ended_by(self.recipe, lines, fronts)
+        if limit is not None:
+            say(f"the run ends: {limit}")
+        return limit is not None
+
+    def _is_last(self, lines: Sequence[RecordedNumbers]) -> bool:
+        """Whether no iteration follows these, whatever a sweep says."""
+        return len(lines) == self.recipe.iterations or ended_by(self.recipe, lines, ()) is not None
 
     def _write_samples(self, iteration: int, rows: Sequence[ScoredRow]) -> None:
         every = self.recipe.samples_every
-        if every and (iteration % every == 0 or iteration + 1 == self.recipe.iterations):
+        if every and (iteration % every == 0 or iteration + 1 == self.recipe.end):
             rewards = [total_reward(row, self.recipe.rewards.weights) if decided(row) else None for row in rows]
             if page := samples_page(rows, rewards, decode=self._decoder):
                 self.folder.folder.write_text(f"samples/{iteration:05d}.html", page)

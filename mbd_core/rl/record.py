@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from mbd_core.evaluation.measures.rates import Summary
 from mbd_core.multitf.run.loss_plot import COLOURS
+from mbd_core.rl.config import RLRecipe
 from mbd_core.rl.groups import REASONS, Reason, RewardedAnswer, num_even, weighted_sum
 from mbd_core.rl.rows import ScoredRow
 
@@ -109,6 +110,27 @@ def sweeps_since_best(fronts: Sequence[RecordedNumbers]) -> int:
         of_sweep.setdefault(line["iteration"], []).append(line)
     values = [front_value(lines) for _, lines in sorted(of_sweep.items())]
     return len(values) - 1 - values.index(max(values)) if values else 0
+
+
+SINCE_START = "seconds_since_start"
+"""The seconds of a run up to an iteration's end, sweeps and checkpoints before it included."""
+
+
+def run_seconds(lines: Sequence[RecordedNumbers]) -> float:
+    """The seconds of a run up to its last iteration's end; records of earlier versions say those of iterations."""
+    return lines[-1].get(SINCE_START, sum(line["seconds"] for line in lines)) if lines else 0.0
+
+
+def ended_by(recipe: RLRecipe, lines: Sequence[RecordedNumbers], fronts: Sequence[RecordedNumbers]) -> str | None:
+    """Which limit of the recipe ends a run with these iterations and sweeps, in words."""
+    drawn, seconds, since = len(lines) * recipe.answers, run_seconds(lines), sweeps_since_best(fronts)
+    if 0 < recipe.max_rollouts <= drawn:
+        return f"{drawn} answers were drawn (--max-rollouts {recipe.max_rollouts})"
+    if 0 < recipe.max_seconds <= seconds:
+        return f"it took {seconds:.1f} seconds (--max-seconds {recipe.max_seconds:g})"
+    if 0 < recipe.held_out.patience <= since:
+        return f"{since} sweeps in a row had no better front (--patience {recipe.held_out.patience})"
+    return None
 
 
 def progress_line(line: RecordedNumbers, iterations: int, seconds_each: float) -> str:
