@@ -20,7 +20,7 @@ PROPERTIES: dict[str, Any] = {
     "city": {"type": "string", "description": "The city."},
     "days": {"type": "integer"},
     "share": {"type": "float", "optional": True},
-    "hours": {"type": "array", "items": {"type": "integer"}},
+    "hours": {"type": "array", "items": {"type": "integer"}, "enum": [6, 18]},
     "box": {"type": "dict", "properties": {"x": {"type": "float"}, "y": {"type": "any"}}},
 }
 FORECAST = {
@@ -71,6 +71,7 @@ def test_a_question_becomes_a_chat_with_json_schemas(tmp_path: Path) -> None:
         assert function["description"] == "The weather to come. Note that the provided function is in Python 3 syntax."
         schema = function["parameters"]
         assert schema["type"] == "object" and schema["properties"]["share"] == {"type": "number"}
+        assert schema["properties"]["hours"] == {"type": "array", "items": {"type": "integer", "enum": [6, 18]}}
         assert schema["properties"]["box"]["properties"] == {"x": {"type": "number"}, "y": {"type": "string"}}
 
 

@@ -120,7 +120,8 @@ def _plain_name(name: str) -> str:
 
 
 def _json_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The leaderboard's description of parameters as a JSON Schema."""
+    """The leaderboard's description of parameters as a JSON Schema. An array's `enum` lists values of its items, and as
+    a JSON Schema no array would be one of them."""
     kept = {name: value for name, value in schema.items() if name != "optional"}
     kept["type"] = JSON_TYPES.get(schema["type"], schema["type"])
     if "properties" in kept:
@@ -128,6 +129,8 @@ def _json_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("items", "additionalProperties"):
         if isinstance(kept.get(name), dict):
             kept[name] = _json_schema(kept[name])
+    if kept["type"] == "array" and not any(isinstance(value, list) for value in kept.get("enum", [[]])):
+        kept["items"] = {**kept.get("items", {}), "enum": kept.pop("enum")}
     return kept
 
 
