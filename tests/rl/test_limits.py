@@ -1,4 +1,4 @@
-"""A run ends with the iteration in which its rollouts or seconds are spent: with its state, its sweep and its model."""
+"""A run ends with the iteration that spends its rollouts or seconds: with its state, its sweep and its model."""
 
 import itertools
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from rl_runs import finish, number_lines, tiny_run, timeless_lines
+from rl_runs import finish, number_lines, timeless_lines, tiny_run
 
 from mbd_core.rl import loop
 from mbd_core.rl.config import HeldOutConfig, RLRecipe

@@ -120,8 +120,10 @@ def _plain_name(name: str) -> str:
 
 
 def _json_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The leaderboard's description of parameters as a JSON Schema. An array's `enum` lists values of its items, and as
-    a JSON Schema no array would be one of them."""
+    """The leaderboard's description of parameters as a JSON Schema.
+
+    There an array's `enum` lists values of its items. In a JSON Schema no array would be one of them.
+    """
     kept = {name: value for name, value in schema.items() if name != "optional"}
     kept["type"] = JSON_TYPES.get(schema["type"], schema["type"])
     if "properties" in kept:
