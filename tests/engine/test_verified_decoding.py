@@ -181,7 +181,7 @@ def test_what_cannot_be_had_is_refused_in_a_sentence() -> None:
     served, base = engine(build()), DecodingConfig(block_size=B, verify=Verify())
     plain = request("a", 4, "verify", decoding=base, sampling=Sampling())
     cases: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"grammar": Grammar(syntax="regex", text="a*"), "ignore_eos": False}, "no guide follows drafts"),
+        ({"grammar": Grammar(syntax="regex", text="a*"), "ignore_eos": False}, "let verify.exact be true"),
         ({"rollout": True}, "with verify"),
         ({"top_logprobs": 2}, "with verify"),
         ({"sampling": Sampling(frequency_penalty=0.5)}, "no logit_bias, penalty"),

@@ -25,6 +25,8 @@ from mbd_core.decoding.blocks.canvas_config import Canvas, Score
 from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.decoding.blocks.verification import Draft
+from mbd_core.decoding.grammar.closings import Search
+from mbd_core.decoding.grammar.guide import Guide
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,3 +228,18 @@ class ReadingDecoder(PlannedDecoder, Protocol):
     def read(self, logits_of: Callable[[slice], Tensor], expect: Callable[[Tensor], Tensor]) -> Any: ...
 
     def take(self, reading: Any) -> CanvasUpdate: ...
+
+
+@runtime_checkable
+class GuidedDecoder(PlannedDecoder, Protocol):
+    """A decoder that can follow a grammar. It has `accept_decided` instead of `accept`.
+
+    On the rank that has the guide, `decide` gives tokens and their probabilities from this forward's guesses, and lets
+    the guide take in what is decided. All ranks accept them.
+    """
+
+    def decide(self, guide: Guide, guesses: Guesses, search: Search) -> list[tuple[int, float]]: ...
+
+    def accept_decided(
+        self, opened: OpenLogits, guesses: Guesses, decided: list[tuple[int, float]]
+    ) -> CanvasUpdate: ...

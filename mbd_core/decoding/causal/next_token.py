@@ -17,12 +17,11 @@ of the noise of its position alone. So drafts change no token, only the number o
 
 A request without a block in the engine's budget, or without gain by drafts, decodes plainly meanwhile.
 
-Under a grammar (`ar` alone) the logits of tokens that are not allowed are taken out. The engine then lets the answer's
-guide take the choice in, and gives back what it decided (`accept_decided`).
+Under a grammar (`ar` alone) the logits of tokens that are not allowed are taken out. The answer's guide then takes the
+choice in (`decide`), and may replace it.
 """
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -35,6 +34,8 @@ from mbd_core.decoding.blocks.sampling import Vocab, allowed_alone
 from mbd_core.decoding.canvas.plan import CanvasPlan, CanvasUpdate, Guesses, OpenLogits, Query
 from mbd_core.decoding.canvas.unmasking import accept_best
 from mbd_core.decoding.causal.prefix import LEAST, PrefixDecoder, guessed
+from mbd_core.decoding.grammar.closings import Search
+from mbd_core.decoding.grammar.guide import AllowedToken, Guide, GuideState
 
 RowKind = Literal["plain", "draft", "verify"]
 
@@ -43,17 +44,11 @@ class TokenDecoder(PrefixDecoder):
     """Autoregressive decoding (`ar`), and linear self-speculation (`linear_spec`) behind it."""
 
     def __init__(
-        self,
-        request: Request,
-        *,
-        eos_token_ids: tuple[int, ...],
-        vocab: Vocab,
-        allowed: Callable[[], np.ndarray | None] | None = None,
+        self, request: Request, *, eos_token_ids: tuple[int, ...], vocab: Vocab, guide: GuideState | None = None
     ) -> None:
-        """`allowed` gives the tokens (V,) that a grammar allows next, or `None` if it cannot say."""
         super().__init__(request, eos_token_ids=eos_token_ids, vocab=vocab)
         assert request.decoding.causal is not None
-        self._allowed = allowed
+        self._guide = guide
         self._causal = request.decoding.causal
         self._row_length = self._causal.row_length(request.decoding.block_size)
         self._drafts = self._causal.method == "linear_spec" and self._row_length > 1
@@ -102,13 +97,18 @@ class TokenDecoder(PrefixDecoder):
         for row in self._rows_ahead(self._row()):
             behind += [] if row is None else (row.logits_at - row.gap).tolist()
         logits_PV = torch.cat(logits)
-        if self._allowed is not None and (allowed_V := self._allowed()) is not None:
+        guide = self._guide
+        if isinstance(guide, Guide) and not guide.pending and (allowed_V := guide.allowed()) is not None:
             logits_PV = allowed_alone(logits_PV, allowed_V)
         return self._opened(logits_PV, behind, lambda position: tokens[:position], forward=0)
 
-    def accept_decided(self, decided: Sequence[tuple[int, float]]) -> CanvasUpdate:
-        """What a guide decided for the next position: a token and its probability, or nothing while the guide
-        waits."""
+    def decide(self, guide: Guide, guesses: Guesses, search: Search) -> list[tuple[int, float]]:
+        """The next token and its probability, which the guide takes in; nothing while it waits."""
+        choice = AllowedToken(int(guesses.token_P[-1]), float(guesses.confidence_P[-1]), overruled=False)
+        return guide.next_token(lambda _place, _allowed_V: choice, search)
+
+    def accept_decided(self, opened: OpenLogits, guesses: Guesses, decided: list[tuple[int, float]]) -> CanvasUpdate:
+        """The update of a forward of which the guide has `decided`."""
         start, number = self.num_stored, len(decided)
         self.num_forwards += 1
         log_probs = [math.log(max(probability, LEAST)) for _, probability in decided]

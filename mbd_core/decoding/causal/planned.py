@@ -1,17 +1,15 @@
 """The decoder of a request whose rows are planned on the host: on a canvas, or behind a causally stored prefix."""
 
-from collections.abc import Callable
-
-import numpy as np
-
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.canvas.canvas_decoder import canvas_decoder
 from mbd_core.decoding.canvas.plan import PlannedDecoder
 from mbd_core.decoding.causal.denoised import BlockDecoder
+from mbd_core.decoding.causal.guided_verified import GuidedVerifyingDecoder
 from mbd_core.decoding.causal.next_token import TokenDecoder
 from mbd_core.decoding.causal.renoise import RenoisingDecoder
 from mbd_core.decoding.causal.verified import VerifyingDecoder
+from mbd_core.decoding.grammar.guide import GuideState
 
 
 def planned_decoder(
@@ -20,18 +18,20 @@ def planned_decoder(
     eos_token_ids: tuple[int, ...],
     vocab: Vocab,
     shift: bool,
-    allowed: Callable[[], np.ndarray | None] | None = None,
+    guide: GuideState | None = None,
 ) -> PlannedDecoder:
     """The decoder of one request, whose decoding names a canvas or a method behind a prefix.
 
-    `eos_token_ids` are the model's. `shift`: its logits predict the next position. `allowed` gives the tokens (V,)
-    that the request's grammar allows next. Raises the `ValueError` of `check_canvas`.
+    `eos_token_ids` are the model's. `shift`: its logits predict the next position. `guide` is the request's, if it has
+    a grammar. Raises the `ValueError` of `check_canvas`.
     """
     decoding = request.decoding
     if decoding.causal is not None:
         if decoding.causal.method == "dlm":
             return BlockDecoder(request, eos_token_ids=eos_token_ids, vocab=vocab)
-        return TokenDecoder(request, eos_token_ids=eos_token_ids, vocab=vocab, allowed=allowed)
+        return TokenDecoder(request, eos_token_ids=eos_token_ids, vocab=vocab, guide=guide)
+    if decoding.verify is not None and guide is not None:
+        return GuidedVerifyingDecoder(request, eos_token_ids=eos_token_ids, vocab=vocab, guide=guide)
     if decoding.verify is not None:
         return VerifyingDecoder(request, eos_token_ids=eos_token_ids, vocab=vocab)
     if decoding.renoise is not None:

@@ -310,6 +310,12 @@ class VerifyingDecoder(PrefixDecoder):
             if self.done:  # blocks behind an ending token count for nothing
                 return
         del self._blocks[:num_stored]
+        self._mark_final()
+        if not self.done:
+            self._activate(seed, log_probs)
+
+    def _mark_final(self) -> None:
+        """Marks the leading blocks that are settled; ends the answer if its blocks are decided to its end."""
         for n, block in enumerate(self._blocks):
             has_end = block.has_end(self._ends)
             if not (block.is_settled or (has_end and self._decoding.t2t is None)):
@@ -319,8 +325,6 @@ class VerifyingDecoder(PrefixDecoder):
                 for decided in self._blocks[: n + 1]:
                     self._append_block(decided, num_stored=self.num_stored)
                 return
-        if not self.done:
-            self._activate(seed, log_probs)
 
     def _activate(self, seed: list[int], log_probs: list[float]) -> None:
         """Begins the next block if it may begin (Alg. 4 line 5): known tokens that are not stored, the seed, masks up

@@ -144,7 +144,7 @@ class Guide(GuideState):
             mask_V = None
             if choice.token != self._closings.eos_token_id:
                 self._matcher.consume_token(choice.token)
-                forced_tokens, mask_V = self._force(self._num_left - len(trail))
+                forced_tokens, mask_V = self._force(self._num_left - len(trail), self._matcher)
                 trail += [(token, 1.0) for token in forced_tokens]
             marks.append(len(trail))
         trail = self._close(trail, marks, search)
@@ -158,6 +158,30 @@ class Guide(GuideState):
         self.ended = self._ends([token for token, _ in trail])
         return trail[:num_places]
 
+    def next_token(self, pick: Pick, search: Search) -> list[tuple[int, float]]:
+        """Decides the next token, and its probability: a pending one, or what `pick` chooses; none while it waits."""
+        if self.pending:
+            token, self.pending = self.pending[0], self.pending[1:]
+            return [(token, 1.0)]
+        return self.extend(1, 1, pick, tau=1.0, quota=1, search=search)
+
+    def draft(self, number: int, pick: Pick) -> list[tuple[int, float]]:
+        """At most `number` next tokens that the grammar allows, and their probabilities: choices, and forced tokens.
+
+        The guide stays as it is. They end behind an EOS, and where the matcher cannot say what is allowed.
+        """
+        matcher, trail = self._matcher.deep_copy(), list[tuple[int, float]]()
+        mask_V = None if self.pending or self.ended else self._closings.allowed(matcher)
+        while mask_V is not None and len(trail) < number:
+            choice = pick(len(trail), mask_V)
+            trail.append((choice.token, choice.probability))
+            mask_V = None
+            if choice.token != self._closings.eos_token_id:
+                matcher.consume_token(choice.token)
+                forced_tokens, mask_V = self._force(number - len(trail), matcher)
+                trail += [(token, 1.0) for token in forced_tokens]
+        return trail[:number]
+
     def allowed(self) -> np.ndarray | None:
         """The tokens (V,) among which the next choice is; `None` if the grammar cannot say."""
         return self._closings.allowed(self._matcher)
@@ -169,28 +193,29 @@ class Guide(GuideState):
     def _ends(self, tokens: list[int]) -> bool:
         return tokens[-1:] == [self._closings.eos_token_id]
 
-    def _force(self, limit: int) -> tuple[list[int], np.ndarray | None]:
-        """Consumes the tokens that must follow, about `limit` at most, and returns the allowed ones (V,) behind them.
+    def _force(self, limit: int, matcher: LLMatcher) -> tuple[list[int], np.ndarray | None]:
+        """Lets the matcher consume the tokens that must follow, about `limit` at most, and returns the allowed ones
+        (V,) behind them.
 
         The result is `None` after an EOS, and if the matcher cannot say. A token must follow if the text must go on
         with it, or if no other token is allowed.
         """
         eos, tokens = self._closings.eos_token_id, list[int]()
         while True:
-            forced_tokens = [] if self._matcher.is_stopped() else self._matcher.compute_ff_tokens()
+            forced_tokens = [] if matcher.is_stopped() else matcher.compute_ff_tokens()
             if not forced_tokens:
-                mask_V = self._closings.allowed(self._matcher)
+                mask_V = self._closings.allowed(matcher)
                 if mask_V is None or len(tokens) >= limit or mask_V.sum() > 1:
                     return tokens, mask_V
                 forced_tokens = [int(mask_V.argmax())]
             tokens += forced_tokens
             if tokens[-1] == eos:
                 return tokens, None
-            self._matcher.consume_tokens(forced_tokens)
+            matcher.consume_tokens(forced_tokens)
 
     def _forced_by_closing(self) -> list[int]:
         """Forced tokens, taken from the closing; none if the closing writes the same text with other tokens."""
-        tokens, _ = self._force(self._num_left)
+        tokens, _ = self._force(self._num_left, self._matcher)
         if self._closing[: len(tokens)] != tokens:
             self._matcher.rollback(len(tokens) - self._ends(tokens))
             return []

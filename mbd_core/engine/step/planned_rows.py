@@ -7,7 +7,6 @@ Shape legend: K rows, T packed tokens, P pages a row, A positions asked for, D h
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,12 +15,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mbd_core.decoding.blocks.sampling import Vocab
-from mbd_core.decoding.canvas.plan import CanvasPlan, CanvasUpdate, Guesses, PlannedDecoder, ReadingDecoder
+from mbd_core.decoding.canvas.plan import (
+    CanvasPlan,
+    CanvasUpdate,
+    Guesses,
+    GuidedDecoder,
+    PlannedDecoder,
+    ReadingDecoder,
+)
 from mbd_core.decoding.canvas.unmasking import guess
-from mbd_core.decoding.causal.next_token import TokenDecoder
 from mbd_core.decoding.causal.planned import planned_decoder
 from mbd_core.decoding.grammar.closings import Search
-from mbd_core.decoding.grammar.guide import AllowedToken, Guide, GuideState
+from mbd_core.decoding.grammar.guide import Guide
 from mbd_core.engine.memory.pages import PagedKVCache
 from mbd_core.engine.schedule.drafting import DraftChoices, StepLoad
 from mbd_core.engine.sequences.sequence import SequenceState
@@ -77,7 +82,7 @@ class PlannedRuns:
             eos_token_ids=self._config.eos_token_ids,
             vocab=self._vocab,
             shift=self._config.shift_logits,
-            allowed=None if sequence.guide is None else partial(_allowed, sequence.guide),
+            guide=sequence.guide,
         )
         sequence.decoder = None if sequence.is_canvas else decoder
         self._runs[sequence.row] = PlannedRun(sequence, decoder, self._cache.k.device)
@@ -198,7 +203,7 @@ class PlannedRuns:
         guesses = guess(open_logits) if open_logits else []
         decided = _decided(list(zip(runs, guesses, strict=True)), share, tries)
         return [
-            (run, run.decoder.accept(o, g) if choice is None else _guided(run).accept_decided(choice))
+            (run, run.decoder.accept(o, g) if choice is None else _guided(run).accept_decided(o, g, choice))
             for run, o, g, choice in zip(runs, open_logits, guesses, decided, strict=True)
         ]
 
@@ -222,55 +227,40 @@ class PlannedRuns:
         return list(self._runs.values())
 
 
-# Answers under a grammar, token by token: the guide takes each choice in, and may replace it.
+# Answers under a grammar: one rank's guides take each choice in, and may replace it.
 
 
-def _allowed(guide: GuideState) -> np.ndarray | None:
-    """The tokens (V,) among which the next choice is; `None` if no choice is to be made here."""
-    return guide.allowed() if isinstance(guide, Guide) and not guide.pending else None
-
-
-def _guided(run: PlannedRun) -> TokenDecoder:
-    assert isinstance(run.decoder, TokenDecoder), "admission refuses a grammar with other planned decoders"
+def _guided(run: PlannedRun) -> GuidedDecoder:
+    assert isinstance(run.decoder, GuidedDecoder), "admission refuses a grammar with other planned decoders"
     return run.decoder
 
 
 def _decided(
     runs: Sequence[tuple[PlannedRun, Guesses]], share: SharedWork, tries: float
 ) -> list[list[tuple[int, float]] | None]:
-    """The guides' decisions: at most one token and its probability for each run; `None` for a run without a
-    grammar."""
+    """What guides decide: tokens and their probabilities for each run; `None` for a run without a grammar."""
+    asked = [(run, guesses) for run, guesses in runs if run.sequence.guide is not None]
+    decisions = iter(share(lambda: _decide(asked, Search(tries))) if asked else [])
     choices: list[list[tuple[int, float]] | None] = []
-    asked: list[tuple[int, GuideState, Guesses]] = []
-    for number, (run, guesses) in enumerate(runs):
+    for run, _ in runs:
         guide = run.sequence.guide
-        if guide is not None and guide.pending:
-            choices.append([(guide.pending[0], 1.0)])
-            guide.pending = guide.pending[1:]
+        if guide is None:
+            choices.append(None)
             continue
-        choices.append(None)
-        if guide is not None:
-            asked.append((number, guide, guesses))
-    if asked:
-        decisions = share(lambda: _decide([(guide, guesses) for _, guide, guesses in asked], Search(tries)))
-        for (number, guide, _), decision in zip(asked, decisions, strict=True):
-            guide.pending, guide.ended = decision.pending, decision.ended
-            choices[number] = decision.tokens
+        decision = next(decisions)
+        guide.pending, guide.ended = decision.pending, decision.ended
+        choices.append(decision.tokens)
     return choices
 
 
-def _decide(asked: Sequence[tuple[GuideState, Guesses]], search: Search) -> list[Decision]:
-    """One decision for each guide; the guides that have waited longest decide first."""
+def _decide(asked: Sequence[tuple[PlannedRun, Guesses]], search: Search) -> list[Decision]:
+    """One decision for each run; the guides that have waited longest decide first."""
     decisions: dict[int, Decision] = {}
-    waits = [guide.waited if isinstance(guide, Guide) else 0 for guide, _ in asked]
+    guides = [run.sequence.guide for run, _ in asked]
+    waits = [guide.waited if isinstance(guide, Guide) else 0 for guide in guides]
     for number in sorted(range(len(asked)), key=lambda number: -waits[number]):
-        guide, guesses = asked[number]
+        (run, guesses), guide = asked[number], guides[number]
         assert isinstance(guide, Guide), "only the rank that has the guides decides"
-        choice = AllowedToken(int(guesses.token_P[-1]), float(guesses.confidence_P[-1]), overruled=False)
-
-        def pick(_place: int, _allowed_V: np.ndarray, choice: AllowedToken = choice) -> AllowedToken:
-            return choice
-
-        tokens = guide.extend(1, 1, pick, tau=1.0, quota=1, search=search)
+        tokens = _guided(run).decide(guide, guesses, search)
         decisions[number] = Decision(tokens, guide.pending, guide.ended)
     return [decisions[number] for number in range(len(asked))]

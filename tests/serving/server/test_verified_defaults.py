@@ -87,3 +87,32 @@ def test_a_grid_of_slots_keeps_verifying(tiny_model_dir: Path, tmp_path: Path) -
     state = folder_with(tiny_model_dir, tmp_path / "state", verify=HYSTERESIS)
     with pytest.raises(ValueError, match="let route be span or score, or buffer_size be 1"):
         plan_sweep(load_inputs(SweepOptions(models=[str(state)], tasks=["gsm-mini"], grid="buffer_size=2")))
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "kind": {"enum": ["first", "second"]}},
+    "required": ["name", "kind"],
+    "additionalProperties": False,
+}
+
+
+def test_a_schema_is_kept_over_http_and_what_cannot_keep_it_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
+    folder = folder_with(tiny_model_dir, tmp_path / "exact", verify=EXACT)
+    form = {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}}
+    greedy = {"temperature": 0, **form}
+    one, two, streamed, drawn, loose = answers(
+        folder,
+        ("chat", greedy),
+        ("chat", greedy | {"decoding": {"buffer_size": 2}}),
+        ("chat", greedy | {"stream": True}),
+        ("chat", form | {"temperature": 0.5}),
+        ("chat", greedy | {"decoding": {"verify": {}}}),
+    )
+    text = one[0]["choices"][0]["message"]["content"]
+    assert json.loads(text)["kind"] in ("first", "second")
+    assert two[0]["choices"][0]["message"]["content"] == text
+    assert "".join(e["choices"][0]["delta"].get("content") or "" for e in streamed if e["choices"]) == text
+    assert one[0]["mbd"]["num_drafted_tokens"]
+    for refused, remedy in ((drawn, "let temperature be 0"), (loose, "let verify.exact be true")):
+        assert isinstance(refused, ApiError) and refused.status == 400 and remedy in refused.message

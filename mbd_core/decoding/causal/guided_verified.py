@@ -1,0 +1,112 @@
+"""Verified drafts under a grammar: an exact answer is that of the same model at block size 1 under that grammar.
+
+draft     the draft's tokens are chosen from left to right among those that the grammar allows behind the tokens before
+judge     the guide takes in, from left to right, what it would take in at block size 1: the judgement's choice among
+          the allowed tokens. It stops behind the first token that is not the draft's
+forced    tokens that the grammar forces stand in the block at once; no forward drafts or judges them
+
+One rank has the guide and decides; the others take its decision. An exact answer has no gaps: its masks begin behind
+its last token, and the judged drafts stand behind each other, across slots too.
+"""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+from torch import Tensor
+
+from mbd_core.decoding.blocks.request import Request
+from mbd_core.decoding.blocks.sampling import Vocab, allowed_alone, choose
+from mbd_core.decoding.canvas.plan import CanvasUpdate, Guesses, OpenLogits
+from mbd_core.decoding.causal.prefix import LEAST
+from mbd_core.decoding.causal.verified import VerifyingDecoder
+from mbd_core.decoding.causal.verified_block import Span, VerifiedBlock
+from mbd_core.decoding.grammar.closings import Search
+from mbd_core.decoding.grammar.guide import AllowedToken, Guide, GuideState
+
+
+class GuidedVerifyingDecoder(VerifyingDecoder):
+    """Exact self-verified decoding of one greedy request under a grammar."""
+
+    def __init__(self, request: Request, *, eos_token_ids: tuple[int, ...], vocab: Vocab, guide: GuideState) -> None:
+        assert request.decoding.verify is not None and request.decoding.verify.exact and not request.sampling.draws
+        self._guide = guide
+        self._logits_PV: Tensor | None = None  # of the forward under way
+        self._decided: list[tuple[int, float]] = []
+        super().__init__(request, eos_token_ids=eos_token_ids, vocab=vocab)
+
+    def open_logits(self, logits: list[Tensor]) -> OpenLogits:
+        opened = super().open_logits(logits)
+        self._logits_PV = opened.logits_PV
+        return replace(opened, draft=None, position_P=opened.position_P[: len(opened.logits_PV)])
+
+    def decide(self, guide: Guide, guesses: Guesses, search: Search) -> list[tuple[int, float]]:
+        """The tokens that this forward drafts, or those that it decides, and their probabilities."""
+        if self.phase == "draft":
+            return guide.draft(len(guesses.token_P), self._pick)
+        decided: list[tuple[int, float]] = []
+        drafted = [token for block, span in self._spans() for token in block.draft[span.start : span.stop]]
+        for place in range(len(guesses.token_P)):
+            if guide.ended and not guide.pending:
+                break
+
+            def pick(_first: int, allowed_V: np.ndarray, place: int = place) -> AllowedToken:
+                return self._pick(place, allowed_V)
+
+            taken = guide.next_token(pick, search)
+            decided += taken
+            if not taken or (drafted and taken[0][0] != drafted[place]):
+                break
+        return decided
+
+    def accept_decided(self, opened: OpenLogits, guesses: Guesses, decided: list[tuple[int, float]]) -> CanvasUpdate:
+        """The update of a forward of which the guide has `decided`."""
+        self._logits_PV, self._decided = None, decided
+        if self.phase == "store" and self._decoding.carry and not decided:  # the guide waits
+            self.num_forwards += 1
+            return self._update(self.num_stored, 0, 0.0)
+        if self.phase != "judge":
+            guesses = _replaced(guesses, decided)
+        return self.accept(opened, guesses)
+
+    def _pick(self, place: int, allowed_V: np.ndarray) -> AllowedToken:
+        """The likeliest allowed token at a place of this forward's logits."""
+        assert self._logits_PV is not None
+        token_P, probability_P = choose(allowed_alone(self._logits_PV[place], allowed_V)[None], self._vocab)
+        return AllowedToken(int(token_P[0]), float(probability_P[0]), overruled=False)
+
+    def _take_judgements(self, spans: dict[VerifiedBlock, Span], guesses: Guesses) -> dict[VerifiedBlock, int]:
+        confirmed, left = {}, self._decided
+        for block, span in spans.items():
+            taken, left = left[: span.length], left[span.length :]
+            drafted, block.span = block.draft[span.start : span.stop], None
+            confirmed[block] = sum(token == draft for (token, _), draft in zip(taken, drafted, strict=False))
+            for i, (token, probability) in enumerate(taken):
+                block.fill(span.start + i, token, math.log(max(probability, LEAST)), step=self.num_forwards)
+            self._settle(block)
+        self._take_forced()
+        return confirmed
+
+    def _activate(self, seed: list[int], log_probs: list[float]) -> None:
+        super()._activate(seed, log_probs)
+        if self._take_forced() and self.num_forwards:
+            self._mark_final()
+
+    def _take_forced(self) -> bool:
+        """Puts forced tokens into the first masks; whether there were any."""
+        pending = list(self._guide.pending)
+        for block in self._blocks:
+            while block.open and pending:
+                block.fill(block.open[0], pending.pop(0), 0.0, step=self.num_forwards)
+            self._settle(block)
+        is_any = len(pending) < len(self._guide.pending)
+        self._guide.pending = pending
+        return is_any
+
+
+def _replaced(guesses: Guesses, decided: list[tuple[int, float]]) -> Guesses:
+    """The guesses with the first of them replaced by tokens and their probabilities."""
+    token_P, confidence_P = guesses.token_P.copy(), guesses.confidence_P.copy()
+    for place, (token, probability) in enumerate(decided):
+        token_P[place], confidence_P[place] = token, probability
+    return replace(guesses, token_P=token_P, confidence_P=confidence_P)

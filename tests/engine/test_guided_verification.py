@@ -1,0 +1,222 @@
+"""Verified drafts under a grammar: the tokens of block size 1 under the same grammar, in fewer forwards."""
+
+import dataclasses
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from llguidance.hf import from_tokenizer
+from random_schemas import random_object_schema
+
+from mbd_core.checkpoint.tokenizer import grammars_of
+from mbd_core.decoding.blocks.config import DecodingConfig
+from mbd_core.decoding.blocks.request import Output, Request
+from mbd_core.decoding.blocks.sampling_config import Sampling
+from mbd_core.decoding.blocks.verify_config import Verify
+from mbd_core.decoding.grammar.grammar import Grammar
+from mbd_core.decoding.grammar.guide import Guide
+from mbd_core.decoding.grammar.matchers import compile_grammar
+from mbd_core.engine import engine as engine_module
+from mbd_core.engine.config import EngineConfig
+from mbd_core.engine.engine import Engine
+from mbd_core.engine.sequences.admission import RequestRefused
+from mbd_core.models.decoder import Decoder, init_weights
+from mbd_core.serving.tokens.load import LoadedModel, load_engine
+
+B = 4
+EXACT = Verify(exact=True, store="causal")
+SIZES = EngineConfig(max_rows=4, num_pages=240, dtype="float32", buffer_size=3, batch_invariant=True)
+GRAMMARS = [
+    Grammar(syntax="regex", text="[a-z]{3,9}( [a-z]{2,5}){2};"),
+    Grammar(syntax="regex", text="([a-z]+;)+end"),
+    Grammar(syntax="lark", text='start: "a" /[b-k ]{5,30}/ "."'),
+]
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_model_dir: Path) -> Iterator[LoadedModel]:
+    """The tiny model, with weights whose drafts are often right."""
+    with load_engine(tiny_model_dir, SIZES) as loaded:
+        init_weights(loaded.engine.model, seed=11, std=0.1)
+        yield loaded
+
+
+def engine_of(loaded: LoadedModel, model: Decoder, **changes: Any) -> Engine:
+    sizes = dataclasses.replace(SIZES, **changes)
+    grammars = grammars_of(loaded.tokenizer, model.config)
+    return Engine(model, sizes, vocab_limit=len(loaded.tokenizer), grammars=grammars)
+
+
+def changed(loaded: LoadedModel, **changes: Any) -> Decoder:
+    """The same weights in a model of another form."""
+    model = Decoder(dataclasses.replace(loaded.engine.model.config, **changes))
+    model.load_state_dict(loaded.engine.model.state_dict())
+    return model.eval()
+
+
+def asked(seed: int, grammar: Grammar | None, slots: int = 1, **fields: Any) -> Request:
+    rng = random.Random(seed)
+    given: dict[str, Any] = {
+        "prompt": tuple(rng.choices(range(20, 300), k=rng.randint(1, 19))),
+        "max_tokens": rng.choice((60, 120)),
+        "decoding": DecodingConfig(block_size=B, buffer_size=slots, verify=EXACT),
+        "logprobs": True,
+        "grammar": grammar,
+    }
+    return Request(request_id=f"r{seed}", **given | fields)
+
+
+def schema_requests(loaded: LoadedModel, number: int) -> list[tuple[Request, dict[str, Any]]]:
+    rng, found = random.Random(5), list[tuple[Request, dict[str, Any]]]()
+    while len(found) < number:
+        schema = random_object_schema(rng)
+        request = asked(len(found), Grammar(syntax="json_schema", text=json.dumps(schema)))
+        try:
+            loaded.engine.compile(request)
+        except RequestRefused as refusal:
+            if "raise max_tokens" in str(refusal):
+                continue
+            raise
+        found.append((request, schema))
+    return found
+
+
+def with_slots(request: Request, slots: int) -> Request:
+    return dataclasses.replace(request, decoding=dataclasses.replace(request.decoding, buffer_size=slots))
+
+
+def answers(engine: Engine, requests: list[Request], *, preempts: float = 0.0) -> list[Output]:
+    rng, outputs = random.Random(0), dict[str, Output]()
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        if rng.random() < preempts:
+            engine.preempt()
+        outputs |= {step.request_id: step.output for step in engine.step() if step.output is not None}
+    return [outputs[request.request_id] for request in requests]
+
+
+def test_answers_are_those_of_block_size_1_alone_batched_and_preempted(loaded: LoadedModel) -> None:
+    """Of 1, 2 and 3 slots, beside rows without a grammar; all validate."""
+    pairs = schema_requests(loaded, 8)
+    requests = [request for request, _ in pairs] + [asked(20 + i, grammar) for i, grammar in enumerate(GRAMMARS)]
+    single = DecodingConfig(block_size=1)
+    wanted = engine_of(loaded, changed(loaded, block_size=1)).generate(
+        [dataclasses.replace(r, decoding=single) for r in requests]
+    )
+    for (_, schema), output in zip(pairs, wanted, strict=False):
+        text = loaded.tokenizer.decode(list(output.tokens), clean_up_tokenization_spaces=False)
+        jsonschema.validate(json.loads(str(text)), schema)
+    plain = [
+        asked(40, None, 2, max_tokens=20, ignore_eos=True),
+        asked(41, None, max_tokens=20, ignore_eos=True, decoding=DecodingConfig(block_size=B, buffer_size=3)),
+    ]
+    unguided = answers(loaded.engine, plain)
+    forwards = []
+    for slots, preempts in ((1, 0.0), (1, 0.2), (2, 0.0), (3, 0.2)):
+        found = answers(loaded.engine, [with_slots(r, slots) for r in requests] + plain, preempts=preempts)
+        got = [(o.tokens, o.finish_reason) for o in found]
+        assert got == [(o.tokens, o.finish_reason) for o in wanted + unguided], slots
+        assert sum(o.counts.num_confirmed_tokens for o in found[: len(requests)]) > 0
+        forwards.append(sum(o.counts.num_forwards for o in found[: len(requests)]))
+    alone = [answers(loaded.engine, [with_slots(request, 2)])[0] for request in requests]
+    assert [o.piece for o in alone] == [o.piece for o in answers(loaded.engine, [with_slots(r, 2) for r in requests])]
+    assert max(forwards) < sum(o.counts.num_forwards for o in wanted)
+
+
+@pytest.mark.parametrize("shift", [False, True])
+@pytest.mark.parametrize("grammar", [GRAMMARS[0], GRAMMARS[2]])
+def test_tokens_are_those_of_a_literal_loop(loaded: LoadedModel, grammar: Grammar, shift: bool) -> None:
+    """One token after another, each the likeliest of those that the matcher allows; also of a model whose logits
+    predict the next position."""
+    model = changed(loaded, shift_logits=shift)
+    request = asked(2, grammar, decoding=DecodingConfig(block_size=B, verify=EXACT, carry=shift))
+    [output] = engine_of(loaded, model).generate([request])
+    eos = model.config.eos_token_ids[0]
+    matcher = compile_grammar(from_tokenizer(loaded.tokenizer, n_vocab=len(loaded.tokenizer), eos_token=eos), grammar)
+    tokens: list[int] = []
+    while tokens[-1:] != [eos]:
+        text = [*request.prompt, *tokens, *([] if shift else [model.config.mask_token_id])]
+        logits_V = last_logits(model, text)
+        bits = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.uint8)
+        allowed_V = (bits[:, None] >> torch.arange(8) & 1).flatten()[: len(loaded.tokenizer)].bool()
+        allowed_V[model.config.mask_token_id] = False
+        tokens.append(int(logits_V[: len(allowed_V)].masked_fill(~allowed_V, -torch.inf).argmax()))
+        if tokens[-1] != eos:
+            assert matcher.consume_token(tokens[-1])
+    assert list(output.tokens) == tokens[:-1] and output.finish_reason == "stop"
+    assert output.counts.num_drafted_tokens
+
+
+@torch.inference_mode()
+def last_logits(model: Decoder, text: list[int]) -> torch.Tensor:
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out[0].transpose(0, 1)
+
+    return model.logits(model(torch.tensor(text), torch.arange(len(text)), attend))[-1]
+
+
+def test_answers_are_the_same_where_guides_wait_for_their_turn(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [with_slots(request, 1 + i % 2) for i, (request, _) in enumerate(schema_requests(loaded, 3))]
+    requests += [asked(20 + i, GRAMMARS[i % 2], 1 + i % 3, max_tokens=60) for i in range(4)]
+    wanted, waits = answers(loaded.engine, requests), list[bool]()
+    plain_extend = Guide.extend
+
+    def extend(guide: Guide, *args: Any, **kwargs: Any) -> list[tuple[int, float]]:
+        tokens = plain_extend(guide, *args, **kwargs)
+        waits.append(not tokens)
+        return tokens
+
+    monkeypatch.setattr(engine_module, "STEP_TRIES", 1)
+    monkeypatch.setattr(Guide, "extend", extend)
+    found = answers(engine_of(loaded, loaded.engine.model, batch_invariant=False), requests)
+    assert [o.tokens for o in found] == [o.tokens for o in wanted]
+    assert any(waits)
+
+
+def test_a_resumed_answer_goes_on_inside_its_grammar(loaded: LoadedModel) -> None:
+    """Behind a whole block, as block size 1 does: the new guide may know another end, so near the end of its budget a
+    resumed answer need not be the whole one."""
+    alone = engine_of(loaded, changed(loaded, block_size=1))
+    for slots, (request, schema) in enumerate(schema_requests(loaded, 3), start=1):
+        asked_now = with_slots(request, slots)
+        loaded.engine.add(asked_now)
+        steps = []
+        while loaded.engine.has_work:
+            steps += loaded.engine.step()
+        for number in range(1, len(steps) - 1, 3):
+            begun = tuple(token for step in steps[:number] for token in step.piece.tokens)
+            cut = dataclasses.replace(asked_now, committed=begun, closing=steps[number - 1].closing)
+            [rest] = loaded.engine.generate([cut])
+            [wanted] = alone.generate([dataclasses.replace(cut, decoding=DecodingConfig(block_size=1))])
+            assert rest.tokens == wanted.tokens and rest.tokens[: len(begun)] == begun, number
+            text = loaded.tokenizer.decode(list(rest.tokens), clean_up_tokenization_spaces=False)
+            jsonschema.validate(json.loads(str(text)), schema)
+
+
+def test_only_an_exact_greedy_answer_follows_a_grammar(loaded: LoadedModel) -> None:
+    request = asked(0, GRAMMARS[0])
+    for changes, message in (
+        ({"decoding": DecodingConfig(block_size=B, verify=Verify())}, "let verify.exact be true, or verify be null"),
+        ({"sampling": Sampling(temperature=0.7)}, "let temperature be 0"),
+    ):
+        with pytest.raises(RequestRefused, match=message) as caught:
+            loaded.engine.admission.check(dataclasses.replace(request, **changes))
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("warm_followers")
+def test_two_ranks_decide_as_one(tiny_model_dir: Path) -> None:
+    with load_engine(tiny_model_dir, SIZES) as one, load_engine(tiny_model_dir, SIZES, tensor_parallel=2) as two:
+        requests = [with_slots(request, 1 + i % 3) for i, (request, _) in enumerate(schema_requests(one, 4))]
+        requests.append(asked(60, None, max_tokens=12, ignore_eos=True))
+        assert [o.tokens for o in two.engine.generate(requests)] == [o.tokens for o in one.engine.generate(requests)]
