@@ -110,7 +110,8 @@ class LearnerActor:
         return self.state.update(answers)
 
     def weights(self) -> tuple[dict[str, Tensor] | None, None]:
-        """The gathered weights on the first worker, `None` on others; and a `None` whose reference shows the end."""
+        """The gathered weights on the first worker, `None` on others; and a `None` whose reference is ready at the
+        end."""
         weights = self.state.learner.weights()
         return weights if self._workers.is_first else None, None
 
@@ -137,7 +138,7 @@ class Layout:
 
     @property
     def bundle(self) -> dict[str, float]:
-        """The resources of the smallest process: what a node has that takes part."""
+        """The resources of the smallest process; a node that takes part has at least these."""
         return (self.engines if self.shares else self.learners).bundle
 
     @classmethod
@@ -176,8 +177,8 @@ class Layout:
 class RayRLExecutor:
     """An executor on the connected cluster. `close()` it, or use it as a context.
 
-    Engines on CPUs may share a machine's memory, so each sizes its KV pages from its part of it. `paths` say where
-    they find the model.
+    Engines on CPUs may share a machine's memory, so each engine sizes its KV pages from its part of the memory.
+    `paths` say where engines and learners find the model.
     """
 
     def __init__(

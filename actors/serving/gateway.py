@@ -4,7 +4,7 @@ It holds each request until its answer has ended. If its replica dies, another r
 committed token (`mbd_core/serving/tokens/resumable.py`).
 
 Annotations in this file are evaluated when it is imported: FastAPI under `serve.ingress` cannot resolve postponed
-ones, so `from __future__ import annotations` must not be added.
+annotations, so `from __future__ import annotations` must not be added.
 """
 
 import asyncio
@@ -82,8 +82,8 @@ class ServedRoute:
     ) -> ServedModel:
         """The model as the API sees it, with an adapter or without.
 
-        Asks a replica for its limits; if there is no replica, waits until one has started. Raises `ApiError` (503) at
-        once for a folder that no replica could load.
+        Asks a replica for its limits; if there is no replica, waits until a replica has started. Raises `ApiError`
+        (503) at once for a folder that no replica could load.
         """
         asking = asyncio.ensure_future(self._limits())
         try:
@@ -196,7 +196,7 @@ class Gateway:
             log=log,
         )
         self._document = openapi_document(body_prompts=args.body_prompts, keys=self._keys is not None)
-        self._bases: dict[str, str] = {}  # the model behind each name, itself or an adapter's
+        self._bases: dict[str, str] = {}  # the model of each served name, a model's or an adapter's
         self._serves = False
         self._refusal: str | None = None  # why the newest content was not adopted
         least = {name: route.model.least_replicas for name, route in self._routes.items()}

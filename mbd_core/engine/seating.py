@@ -28,14 +28,20 @@ from mbd_core.engine.step.steering import SharedWork, Steering
 class Ledger:
     """The sequences in the Block Buffer, by batch row: their progress, their needs in a step, and their counts.
 
-    sequences  by row; a new dict whenever a sequence is seated or leaves, so that a step can keep the one it began
-               with
-    num_rows   rows up to the last one in use
+    sequences  by row; a new dict whenever a sequence is seated or leaves, so that a step can keep the dict that it
+               began with
+    num_rows   number of rows up to the last row in use
 
-    The arrays hold for each row: tokens committed; `span`, the positions it may ever store; `window`, the positions of
-    its whole buffer; its number of pages; its resident blocks after the last step that was read, and how many of their
-    positions need logits; the blocks that it may grow to, `last_limit` in the last step and `limit` in the next; the
-    optional work it needs; and the age of the block in each slot, in forwards.
+    The arrays have for each row:
+
+    committed          number of committed tokens
+    span               number of positions that it may ever store
+    window             number of positions of its whole buffer
+    num_resident       number of resident blocks after the last step that was read
+    num_asked          number of these blocks' positions that need logits
+    limit, last_limit  number of blocks to which it may grow in the next step, and in the last
+    work               the optional work that it needs
+    ages               age of the block in each slot, in forwards
     """
 
     def __init__(self, num_rows: int, *, num_slots: int, block_size: int, page_size: int) -> None:
@@ -126,7 +132,7 @@ class Ledger:
         )
 
     def leave(self, sequence: SequenceState) -> None:
-        """A sequence leaves its row; its counts are added to its own."""
+        """A sequence leaves its row. The row's counts are added to the sequence's own counts."""
         row = sequence.row
         sequence.counted += self._of_row(row)
         sequence.block_ages = self._ages_RN[row].copy()
@@ -145,7 +151,7 @@ class Ledger:
         return np.minimum(self._span_R, self._committed_R + (1 + unread) * self._window_R)
 
     def missing_pages_R(self, *, unread: int) -> np.ndarray:
-        """How many of the pages for `needed_positions_R` each row lacks."""
+        """The number of pages that each row lacks for `needed_positions_R`."""
         return np.maximum(-(-self.needed_positions_R(unread=unread) // self._page_size) - self._num_pages_R, 0)
 
     @property
@@ -178,7 +184,7 @@ def _rows_of(sequences: Mapping[int, SequenceState]) -> np.ndarray | slice:
     return slice(len(rows)) if rows == list(range(len(rows))) else np.array(rows)
 
 
-# Who holds which batch row: in the Block Buffer, in the host's ledger, in the device's page table, or on a canvas.
+# The moves of sequences between batch rows.
 #
 # A sequence is admitted by the scheduler, joins (its prefix is being stored), is seated (it decodes), and leaves: at
 # its end, or set aside by a preemption with the content of its row.
@@ -209,8 +215,8 @@ class Seating:
         return max([self.ledger.most_pages, *(len(s.pages) for s in (*self._newcomers, *planned))]) or 1
 
     def make_room(self, *, unread: int) -> None:
-        """Pages for the sequences that may outgrow theirs in this step, `unread` steps being under way. Where pages
-        run out the youngest sequences are set aside."""
+        """Gives pages to the sequences that may outgrow their pages in this step, while `unread` steps are running. If
+        pages run out, the youngest sequences are set aside."""
         rows = self.ledger.missing_pages_R(unread=unread).nonzero()[0].tolist()
         short_of_pages = [self.ledger.sequences[row] for row in rows] + self._planned_short_of_pages()
         if not short_of_pages:
@@ -250,8 +256,8 @@ class Seating:
         return sequences
 
     def prefill(self, pace: Callable[[], Pace | None]) -> list[PrefillChunk]:
-        """Prompt chunks of this step; a sequence whose prefix they complete is seated. `pace` applies if sequences
-        decode in the step."""
+        """The prompt chunks of this step. A sequence whose prefix is then stored is seated. `pace` applies if
+        sequences decode in the step."""
         if not self._newcomers:
             return []
         has_streams = bool(self.ledger.sequences or self.planned.running)

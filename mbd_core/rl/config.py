@@ -29,17 +29,18 @@ class RolloutConfig:
     """The problems of an iteration, and the sampling of their answers.
 
     An iteration asks `prompts` problems, `group` times each. `decoding` holds fields beside the fields of the model's
-    `generation_config.json`. Log-probabilities hold at temperature 1: at any other the learner is off-policy.
+    `generation_config.json`. Log-probabilities are those of temperature 1: at any other temperature the learner is
+    off-policy.
     """
 
     task: Annotated[
         str, Flag(help=f"The task whose answers are drawn and graded: {', '.join(TASKS)}.", metavar="NAME")
     ] = "ledger-mini"
     data: Annotated[str | None, Flag(metavar="PATH", opened_by="job")] = None
-    """Where a task that is not generated lies: a file of JSON lines, or hub:NAME[:CONFIGURATION[:SPLIT]]."""
+    """The problems of a task that is not generated: a file of JSON lines, or hub:NAME[:CONFIGURATION[:SPLIT]]."""
     fresh_problems: bool = True
-    """Of a generated task, draw problems from a stream that no recipe of training reads; without it, from the stream
-    of the seed, which models were trained on."""
+    """Draw a generated task's problems from a stream that no recipe of training reads. Without this they come from the
+    stream of the seed, on which models were trained."""
     prompt_recipe: Annotated[
         str, Flag(help=f"How the task is asked: {', '.join(PROMPT_RECIPES)}.", metavar="NAME")
     ] = OWN_CHAT.name
@@ -58,13 +59,13 @@ class RolloutConfig:
     first_tokens: Annotated[int | None, Ge(1), Flag(panel=DECODING, default="--max-tokens")] = None
     """New tokens of an answer in the first iteration, from which the limit grows to --max-tokens."""
     ramp: Annotated[int, Ge(1), Flag(panel=DECODING)] = 100
-    """Iterations in which it grows."""
+    """Iterations in which the limit grows."""
     ramp_shape: Annotated[RampShape, Flag(panel=DECODING)] = "cos"
-    """How: slowly at first (cos), fast at first (sin), or evenly (linear)."""
+    """How the limit grows: slowly at first (cos), fast at first (sin), or evenly (linear)."""
     decoding: Annotated[dict[str, Any], Flag(panel=DECODING, metavar="JSON")] = field(default_factory=dict)
     """Decoding fields that differ from the model's own."""
     record_experts: Annotated[bool, Flag(panel=DECODING)] = False
-    """Record which experts the engine chose, and learn under these (R3)."""
+    """Record which experts the engine chose, and learn with the same experts (R3)."""
 
     def __post_init__(self) -> None:
         if self.task.startswith(HARNESS_PREFIX):
@@ -79,7 +80,7 @@ class RolloutConfig:
             )
 
     def tokens_at(self, iteration: int, *, most: int, block_size: int) -> int:
-        """The limit of new tokens in the iteration numbered so, from 0: whole blocks while it grows to `most`."""
+        """The limit of new tokens in an iteration, counted from 0: whole blocks while the limit grows to `most`."""
         if self.first_tokens is None:
             return most
         if self.first_tokens > most:
@@ -94,14 +95,14 @@ class RolloutConfig:
 
 @configuration(panel=DATA)
 class HeldOutConfig:
-    """The front of accuracy and TPF on problems that the run does not learn from, greedily."""
+    """The front of accuracy and TPF, decoded greedily, on problems that the run does not learn from."""
 
     evaluate_every: Annotated[int, Ge(0), Flag(panel=OUTPUT)] = 10
     """Iterations between two sweeps of held-out problems; 0: none."""
     held_out: Annotated[int, Ge(1)] = 100
     """Held-out problems of a sweep."""
     held_out_data: Annotated[str | None, Flag(metavar="PATH", opened_by="job")] = None
-    """Where they lie for a task that is not generated (generated: the split valid)."""
+    """The held-out problems of a task that is not generated; a generated task has the split valid."""
     thresholds: Annotated[tuple[float, ...], Flag(panel=DECODING, commas=True)] = (0.8, 0.9, 0.95)
     """Thresholds tau_m2t of the front."""
     keep_best: Annotated[bool, Flag(panel=OUTPUT)] = True
@@ -125,12 +126,13 @@ class RLRecipe:
 
     sync          an iteration's rollouts are of the weights that it updates; on shared devices the engines sleep while
                   the learner works
-    one-step-off  while the learner works on iteration n the engines make the rollouts of n + 1, whose weights are one
-                  update old then
+    one-step-off  while the learner works on iteration n the engines make the rollouts of n + 1, with weights that are
+                  one update old when the rollouts are learned from
 
-    An iteration is one update: `train` has as many steps as there are iterations, a batch of all answers, and the
-    run's seed, whatever it is given. `states` and `shrink` go to `replay_batch`. With `train.teacher` the objective is
-    on-policy distillation (`multitf/step/distiller.py`): rewards are measured, and teach nothing.
+    An iteration is one update. So the run sets three fields of `train`, whatever they were: as many steps as
+    iterations, a batch of all answers, and the run's seed. `states` and `shrink` go to `replay_batch`. With
+    `train.teacher` the objective is on-policy distillation (`multitf/step/distiller.py`): rewards are measured, and
+    teach nothing.
     """
 
     name: Annotated[str, Flag(name=False)]
@@ -150,13 +152,13 @@ class RLRecipe:
     schedule: Annotated[RLSchedule, Flag(panel=CLUSTER)] = "sync"
     """Rollouts and updates in turn (sync), or side by side (one-step-off)."""
     iterations: Annotated[int, Ge(1), Flag(panel=UPDATES)] = 30
-    """Iterations."""
+    """Iterations of the run, one update each."""
     most_idle: Annotated[int, Ge(0), Flag(panel=UPDATES)] = 5
     """The run ends after this many successive iterations that taught nothing; 0: never."""
     max_rollouts: Annotated[int, Ge(0), Flag(panel=UPDATES)] = 0
-    """The run ends with the iteration in which so many answers are drawn, all iterations together; 0: no limit."""
+    """The run ends with the iteration in which its answers reach this number; 0: no limit."""
     max_seconds: Annotated[float, Ge(0), Flag(panel=UPDATES, metavar="S")] = 0.0
-    """The run ends with the iteration in which it has taken so many seconds; 0: no limit."""
+    """The run ends with the iteration in which its time reaches this number of seconds; 0: no limit."""
     checkpoint_every: Annotated[int, Ge(1), Flag(panel=OUTPUT)] = 1
     """Iterations between two checkpoints of the learner."""
     samples_every: Annotated[int, Ge(0), Flag(panel=OUTPUT)] = 5
@@ -179,7 +181,8 @@ class RLRecipe:
             )
         if self.rollouts.record_experts and (self.states, self.shrink) != ("exact", 1):
             raise ValueError(
-                "record_experts records those of the engine's forwards, and is replayed with states=exact and shrink=1"
+                "record_experts records the experts of the engine's forwards, and is replayed with states=exact and "
+                "shrink=1"
             )
         check_learning(self.train)
         followed = replace(self.train, steps=self.iterations, batch_size=self.answers, seed=self.seed)
@@ -190,7 +193,7 @@ class RLRecipe:
             raise ValueError("a teacher is the only objective beside it: leave the fields of objective out")
         if self.rollouts.record_experts:
             raise ValueError(
-                "record_experts records those of the engine's forwards, and a teacher's rows draw few of them"
+                "record_experts records the experts of the engine's forwards, and a teacher's rows draw few of them"
             )
 
     @property
@@ -224,7 +227,7 @@ class RLRecipe:
 
     @property
     def end(self) -> int:
-        """Iterations of the run, at most: as many as it is given, or as `max_rollouts` allows."""
+        """The most iterations of the run: `iterations`, or the number that `max_rollouts` allows, if it is smaller."""
         return min(self.iterations, math.ceil(self.max_rollouts / self.answers) or self.iterations)
 
 
@@ -239,7 +242,7 @@ def as_recorded(recipe: RLRecipe) -> dict[str, Any]:
 FREE = ("iterations", "checkpoint_every", "samples_every", "most_idle", "max_rollouts", "max_seconds")
 FREE_OF_HELD_OUT = ("keep_best", "patience")
 FREE_OF_REWARDS = ("reward_seconds", "judge_patience", "judge_concurrency", "judge_key", "on_reward_error")
-"""The fields that a resumed run may change: its own, those of its sweeps, and those of its rewards."""
+"""The fields that a resumed run may change: of the run, of its sweeps, and of its rewards."""
 
 
 SINCE_ADDED = {
@@ -250,7 +253,7 @@ SINCE_ADDED = {
 
 
 def other_settings(recorded: Mapping[str, Any], recipe: RLRecipe) -> str:
-    """The fields in which a recorded recipe and this recipe are different runs, in words; "" without any."""
+    """The fields that make a recorded recipe and this recipe different runs, in words; "" if there are none."""
     theirs, ours = merge_fields(SINCE_ADDED, recorded), as_recorded(recipe)
     for name in FREE:
         theirs.pop(name, None)

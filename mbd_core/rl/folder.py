@@ -2,15 +2,15 @@
 
     run.json                          the recipe
     rollouts/00003/part-000.parquet   rollouts of iteration 3, and scores-000.parquet their rewards, a row each
-    learner/00003.pt                  the learner after three iterations; a newer one takes its place
-    iterations.jsonl                  a line an iteration; held_out.jsonl: a line a point of a front
+    learner/00003.pt                  the learner after three iterations; a newer state replaces it
+    iterations.jsonl                  a line for each iteration; held_out.jsonl: a line for each point of a front
     samples/00003.html                a page that replays two answers of an iteration
     model/                            the model, once all iterations are done
     best/                             the model with the best front of held-out problems until now
 
-Every file is whole or not there: none grows. The learner's state says where a run is: rollouts of iterations before it
-have been learned from, and are never read again. What lies there of later ones is used if the weights that made it are
-those that the run goes on with, or older by no more than the schedule's lag, and removed otherwise.
+Every file is whole or not there: no file grows. The learner's state says where a run is: rollouts of earlier
+iterations have been learned from, and are never read again. Rollouts of later iterations are used if their weights are
+the weights of this state, or older by at most the schedule's lag. Others are removed.
 """
 
 import io
@@ -46,9 +46,11 @@ PartTable = Literal["part", "scores"]
 
 
 def check_run(folder: Folder, recipe: RLRecipe, *, resume: bool) -> None:
-    """Raises `ValueError` if the folder cannot be written or holds something else, if a run is there without `resume`
-    or missing with it, and if that run has other settings, has done more iterations than `recipe` asks, or has numbers
-    of iterations whose learner is not there."""
+    """Raises `ValueError` unless the folder can be written and has a run with `resume`, or no run and nothing else.
+
+    A run to be resumed must have the settings of `recipe`, no more iterations than `recipe` asks for, and, if it
+    has numbers of iterations, its learner's state.
+    """
     folder.check_writable()
     recorded = folder.read_text(RECORD) if folder.kind() == KIND else None
     if recorded is not None and not resume:
@@ -77,7 +79,7 @@ def check_run(folder: Folder, recipe: RLRecipe, *, resume: bool) -> None:
 
 
 def _states(folder: Folder) -> list[int]:
-    """After how many iterations the learner's states in a run's folder are."""
+    """The learner's states in a run's folder, by the number of iterations before each."""
     return [int(stem) for name in folder.files(STATES) if (stem := PurePosixPath(name).stem).isdecimal()]
 
 
@@ -95,7 +97,7 @@ class RunFolder:
     """The folder of one run, in which one process at a time writes; close it, or use it as a context.
 
     Raises `ValueError` as `check_run`, and while another process writes in a local folder. At a URL the last process
-    to come writes: the others' next writing raises `TakenOver`.
+    to come writes, and the next write of any other process raises `TakenOver`.
     """
 
     def __init__(self, folder: Folder, recipe: RLRecipe, *, resume: bool) -> None:
@@ -103,7 +105,7 @@ class RunFolder:
         self.folder, self.lag = folder, recipe.lag
         self._claim = folder.claim(KIND, FILES, lock=LOCK)
         if resume:
-            self.write_lines(ITERATIONS, self.lines(ITERATIONS))  # before the record, by which they are judged
+            self.write_lines(ITERATIONS, self.lines(ITERATIONS))  # before the record: `check_run` compares both
         folder.write_text(RECORD, json.dumps(as_recorded(recipe), indent=2, allow_nan=False) + "\n")
 
     def __enter__(self) -> Self:
@@ -117,7 +119,7 @@ class RunFolder:
         self._claim.close()
 
     def check_ours(self) -> None:
-        """Raises `TakenOver` once another process writes there."""
+        """Raises `TakenOver` if another process writes there."""
         self._claim.check()
 
     # The learner's state
@@ -128,8 +130,8 @@ class RunFolder:
         return max(_states(self.folder), default=0)
 
     def drop_older_states(self, done: int) -> None:
-        """Remove the states of fewer iterations than `done`, whose state the learner wrote. Raises `RuntimeError` if
-        it is not seen here."""
+        """Remove the states of fewer iterations than `done`. Raises `RuntimeError` if the state of `done` iterations,
+        which the learner wrote, is not seen here."""
         states = _states(self.folder)
         if done not in states:
             raise RuntimeError(
@@ -156,16 +158,18 @@ class RunFolder:
             self.folder.remove(name)
 
     def has(self, iteration: int, kind: PartTable, number: int) -> bool:
-        """Whether they are there."""
+        """Whether a part's rollouts or scores are there."""
         return self.folder.has(_part_name(iteration, kind, number))
 
     def read(self, iteration: int, kind: PartTable, number: int) -> pa.Table:
-        """Those that are there."""
+        """A part's rollouts or scores. Raises `OSError` if they are not there."""
         return self._table(_part_name(iteration, kind, number))
 
     def drop_lost(self, done: int) -> int:
-        """Remove the rollouts of iterations from `done` on whose weights are too old, or were lost; how many there
-        were."""
+        """Remove the rollouts of iterations from `done` on whose weights are too old, or were lost.
+
+        Returns the number of removed rollouts.
+        """
         num_dropped = 0
         for name in self.folder.files(PARTS):
             iteration = int(PurePosixPath(name).parent.name)

@@ -4,7 +4,7 @@ A `Folder` is an absolute path, or a URL such as `s3://bucket/path`. Credentials
 environment, as the storage's own library takes them (for S3 `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`,
 `AWS_ENDPOINT_URL`).
 
-The rules of `mbd_core.files` hold at both: a folder that exists is refused before any work, and replaced only if its
+The rules of `mbd_core.files` hold for both: a folder that exists is refused before any work, and replaced only if its
 manifest says that the project wrote all of it.
 """
 
@@ -41,7 +41,7 @@ class GrowingText(Protocol):
 class Workspace(Protocol):
     """A folder in which a library writes files of its own, at `path`, on this machine.
 
-    Those of a remote folder are uploaded whenever `flush` is called, and removed here by `close`.
+    `flush` uploads the files of a remote folder; `close` removes them from this machine.
     """
 
     @property
@@ -53,7 +53,7 @@ class Workspace(Protocol):
 class Mirror(Protocol):
     """A folder that fills file by file: its files are written at `path`, on this machine, and appear at their place.
 
-    A remote one holds the manifest of an unfinished folder until it is closed.
+    A remote folder has the manifest of an unfinished folder until the mirror is closed.
     """
 
     @property
@@ -67,11 +67,14 @@ class Mirror(Protocol):
 
 
 class FolderClaim(Protocol):
-    """One process's right to write in a folder. A local folder is locked: whoever comes later is refused. A remote one
-    cannot be, since a killed process would keep it for ever: whoever comes later takes it over."""
+    """One process's right to write in a folder.
+
+    A local folder is locked, and a later process is refused. A remote folder cannot be locked, because a killed
+    process would keep the lock for ever: a later process takes the folder over.
+    """
 
     def check(self) -> None:
-        """Raises `TakenOver` once another process has it."""
+        """Raises `TakenOver` if another process has taken the folder over."""
 
     def close(self) -> None:
         """Let another process write there."""
@@ -79,7 +82,7 @@ class FolderClaim(Protocol):
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder, which need not exist. `location` is an absolute path or a URL; `Folder.at` takes what a user gives."""
+    """A folder, which need not exist. `location` is an absolute path or a URL; `Folder.at` reads a user's text."""
 
     location: str
 
@@ -159,12 +162,14 @@ class Folder:
         return self._place.has(name)
 
     def files(self, pattern: str) -> list[str]:
-        """The names of the files that match a pattern as `rollouts/*/part-*.parquet`, whose `*` does not reach into
-        folders and whose last part is a file's, in order."""
+        """The sorted names of the files that match a pattern such as `rollouts/*/part-*.parquet`.
+
+        A `*` does not reach into folders, and the pattern's last part is a file's.
+        """
         return sorted(self._place.files(pattern))
 
     def kind(self) -> str | None:
-        """What the project wrote there, by its manifest; `None` if it wrote nothing there."""
+        """The kind of the folder by its manifest; `None` if the project did not write it."""
         return manifest_kind(self.read_text(MANIFEST))
 
     def read_text(self, name: str) -> str | None:
@@ -173,25 +178,26 @@ class Folder:
         return None if content is None else content.decode("utf-8")
 
     def local_file(self, name: str) -> AbstractContextManager[Path]:
-        """A path of this machine where a file that is there can be read: its own, or a temporary copy's."""
+        """A path of this machine at which an existing file can be read: its own path, or a temporary copy's."""
         return self._place.local_file(name)
 
     def fetch(self, cache: Path, *, stubs: Path | None = None) -> Path:
-        """A folder of this machine with these files: a local folder itself. A remote one is downloaded to a folder of
-        the same name below `cache`, once for each version.
+        """A folder of this machine with these files.
 
-        A version is what the storage says of the files: sizes, times, checksums. Raises `ValueError` if nothing lies
-        at the URL, if it was not written to its end, or if it changes meanwhile; the copy is whole or not there.
+        A local folder is its own path. A remote folder is downloaded to a folder of the same name below `cache`, once
+        for each version: sizes, times and checksums of the files, as the storage reports them. Raises `ValueError` if
+        nothing lies at the URL, if the folder is unfinished, or if it changes during the download. The copy is whole
+        or not there.
 
-        With `stubs`, another cache, a version that `cache` lacks goes there with stubs in the place of its
-        safetensors (`streamed.py`), unless its server sends no parts of files.
+        With `stubs`, another cache, a version that `cache` lacks is downloaded to `stubs`, with stubs in the place of
+        its safetensors (`streamed.py`). A server that cannot send parts of files excludes this.
         """
         return self._place.fetch(cache, stubs=stubs)
 
     # Writing
 
     def check_writable(self) -> None:
-        """Raise `ValueError` if no file can be made in the folder; on remote storage one is made and removed."""
+        """Raise `ValueError` if no file can be made in the folder; on remote storage a file is made and removed."""
         self._place.check_writable()
 
     def check_target(self, kind: str, *, overwrite: bool = False, in_place: bool = False) -> None:
@@ -211,8 +217,10 @@ class Folder:
         self._place.write_file(name, source)
 
     def staged_file(self, name: str) -> AbstractContextManager[Path]:
-        """A path of this machine where a file is written, beside its place or uploaded at the end: it appears whole if
-        the body succeeds, and not at all if it does not. Raises `OSError`."""
+        """A path of this machine at which the body writes a file: beside its place, or to be uploaded.
+
+        The file appears whole if the body succeeds, and not at all if it fails. Raises `OSError`.
+        """
         return self._place.staged_file(name)
 
     def remove(self, name: str) -> None:
@@ -224,30 +232,32 @@ class Folder:
         return self._place.growing(name)
 
     def workspace(self) -> Workspace:
-        """Where a library writes files of its own for this folder. Close it."""
+        """A place where a library writes files of its own for this folder. The caller closes it."""
         return self._place.workspace()
 
     def staged(self, kind: str, *, overwrite: bool = False, keep: bool = False) -> AbstractContextManager[Path]:
-        """The path where this folder is written: its own, or for a remote one a temporary folder, uploaded at the end.
+        """The path at which this folder is written: its own, or a temporary folder that is uploaded at the end.
 
-        What is written there must carry its manifest (`mbd_core.files`). With `keep` the temporary folder stays if the
+        The written folder must have its manifest (`mbd_core.files`). With `keep` the temporary folder stays if the
         body or the upload fails. Raises `ValueError` as `check_target` does, and `OSError` if the upload fails.
         """
         return self._place.staged(kind, overwrite=overwrite, keep=keep)
 
     def claim(self, kind: str, files: Sequence[str], *, lock: str) -> FolderClaim:
-        """Make the folder for files that come one by one, whose names match `files`, and be their only writer.
-        What lies there of them stays. `lock` is the name of the file by which others see it, one of `files`. Close it.
+        """Make the folder for files that are written one by one, and be their only writer.
 
-        Raises `ValueError` as `check_target`, and where another process has locked a local folder.
+        `files` are patterns of their names; files that exist already stay. `lock`, one of `files`, is the name of the
+        file that shows the claim to other processes. The caller closes the claim. Raises `ValueError` as
+        `check_target` does, and if another process has locked a local folder.
         """
         return self._place.claim(kind, files, lock=lock)
 
     def mirrored(self, kind: str, files: Sequence[str]) -> AbstractContextManager[Mirror]:
-        """Where this folder, a claimed one (`mbd_core.files.claim_folder`), is written file by file: its own path, or
-        for a remote one a temporary folder that begins with what lies there of `files`, patterns of names.
+        """A place where this folder, claimed by `mbd_core.files.claim_folder`, is written file by file.
 
-        Raises `ValueError` if it cannot be written, or holds something else than a folder of `kind`.
+        It is the folder's own path. For a remote folder it is a temporary folder, which begins with the existing files
+        that match `files`, patterns of names. Raises `ValueError` if the folder cannot be written, or is of another
+        kind than `kind`.
         """
         return self._place.mirrored(kind, files)
 

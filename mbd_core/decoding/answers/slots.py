@@ -46,7 +46,7 @@ class DraftVerdict:
     judged     number of drafted tokens that the forward judged
     confirmed  offsets of the judged tokens that it accepted
     refused    offsets of the drafted tokens that it refused and replaced by its own; the judged tokens behind a
-               refused one fell
+               refused token are dropped
     """
 
     drafted: tuple[int | None, ...]

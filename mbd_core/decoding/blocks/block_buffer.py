@@ -43,7 +43,7 @@ class Commit:
     """What one step did, on the buffer's device. Slots are counted before the slide.
 
     num_blocks_R    blocks that this step's forward stored and that have left the buffer
-    tokens_RNB      all tokens after the step; the first `num_blocks_R` slots are the committed ones
+    tokens_RNB      all tokens after the step; the first `num_blocks_R` slots are committed
     masked_RNB      which of these positions are masked
     confidence_RNB  the confidence of each token in the forward that wrote it (with DMax: in the last forward)
     accepted_RN     the number of positions that this step filled
@@ -60,8 +60,10 @@ class Commit:
 
 @dataclass(frozen=True)
 class Rewritten:
-    """Rows (R,) whose slots the host has written anew: what stands in them now, and which blocks are final and were
-    so in this step's forward."""
+    """The new contents of the rows `rows_R` (R,), whose slots the host has written anew.
+
+    stored_RN  the blocks that are final, and were final in this step's forward
+    """
 
     rows_R: Tensor
     tokens_RNB: Tensor
@@ -72,8 +74,8 @@ class Rewritten:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Rows (R,) whose tokens the host has chosen, and which of their positions (R, N, B) become tokens; of these rows
-    `rewritten` are those in which tokens also move."""
+    """Rows (R,) whose tokens the host has chosen. Their positions `accepted_RNB` become tokens; in the rows of
+    `rewritten` tokens also move."""
 
     rows_R: Tensor
     accepted_RNB: Tensor
@@ -126,7 +128,7 @@ class BlockBuffer:
         self.editable_RNB = torch.zeros(positions, dtype=torch.bool, device=device)
         self.num_editable_RN = torch.zeros(slots, dtype=torch.float64, device=device)
         self.max_blocks = num_slots
-        self._max_blocks = torch.tensor([num_slots], device=device)  # the same, for steps
+        self._max_blocks = torch.tensor([num_slots], device=device)  # `max_blocks` on the device
         self._eos_ids = eos_token_ids
         self._eos = torch.tensor(eos_token_ids, dtype=torch.int64, device=device)
         self._slots = torch.arange(num_slots, device=device)
@@ -247,7 +249,7 @@ class BlockBuffer:
         return (at_A // (self.num_slots * self.block_size)).clamp(max=len(self.masked_RNB) - 1)
 
     def _position_of(self, at_A: Tensor | None) -> Tensor:
-        """The position that each place predicts; of the sentinel, the last place's."""
+        """The position that each place predicts; for the sentinel, the position of the last place."""
         positions_RNB = self.positions_RNB.clone()
         positions_RNB[..., 0] += self.carried_RN * self.block_size
         positions = positions_RNB.flatten()
@@ -306,7 +308,7 @@ class BlockBuffer:
     def hold_to(self, max_blocks: int) -> None:
         """From the next `activate()` on, rows of adaptive requests grow to `max_blocks` resident blocks at most.
 
-        Blocks that are resident stay. Every row may have one, and none more than its request's buffer size.
+        Resident blocks stay. Every row may have one block, and at most as many as its request's buffer size.
         """
         if max_blocks != self.max_blocks:
             self.max_blocks = max_blocks
@@ -349,7 +351,7 @@ class BlockBuffer:
         *,
         chosen: Chosen | None = None,
     ) -> Commit:
-        """Accept and revise tokens, mark final blocks TO_CACHE, remove stored ones and slide (Alg. 5 lines 10 to 25).
+        """Accept and revise tokens, mark final blocks TO_CACHE, remove stored blocks, slide (Alg. 5 lines 10 to 25).
 
         Work that no row needs is skipped. In `chosen` rows the host has decided which positions are accepted.
         """
@@ -404,8 +406,8 @@ class BlockBuffer:
         return commit
 
     def _carry(self, prediction: Prediction, num_blocks_R: Tensor) -> None:
-        """Fill the first position of the row's first block, where it is open, with the token that the store of the
-        block before it predicted. A block that is complete with that is final."""
+        """Fill the first position of each row's first block, if it is open, with the token that the store of the block
+        before predicted. If this completes the block, the block is final."""
         settings, last_R1 = self.settings, (num_blocks_R - 1).clamp(min=0)[:, None]
         tokens_R, masked_R = self.tokens_RNB[:, 0, 0], self.masked_RNB[:, 0, 0]
         confidence_R = self.confidence_RNB[:, 0, 0]
@@ -418,7 +420,10 @@ class BlockBuffer:
         self.state_RN[:, 0].masked_fill_(fills_R & self._complete_RN[:, 0], _TO_CACHE)
 
     def _rewrite(self, new: Rewritten, accepted_RN: Tensor, edited_RN: Tensor) -> tuple[Tensor, Tensor]:
-        """Puts the host's writes into its rows; returns how many positions (R, N) are filled, and changed."""
+        """Puts the host's writes into its rows.
+
+        Returns the numbers (R, N) of filled and of changed positions; those of other rows are the given ones.
+        """
         rows_RNB = new.rows_R[:, None, None]
         filled = self.masked_RNB & ~new.masked_RNB
         changed = ~self.masked_RNB & ~new.masked_RNB & (self.tokens_RNB != new.tokens_RNB)
@@ -433,7 +438,7 @@ class BlockBuffer:
         return self.resident_RN & ~(self.masked_RNB & self.editable_RNB).any(-1)
 
     def _accept(self, prediction: Prediction, work: StepWork) -> Tensor:
-        """Open positions that become tokens. The first slot and those after a semi-complete slot may fall back."""
+        """Open positions that become tokens. The first slot, and slots after semi-complete slots, may fall back."""
         settings, open_RNB = self.settings, self.open_RNB
         if work.by_parts:
             open_RNB = leftmost_part(open_RNB, settings.sub_block_R)
@@ -466,8 +471,8 @@ class BlockBuffer:
     def _settled(self, complete: Tensor, was_complete: Tensor, changed: Tensor) -> Tensor:
         """ACTIVE slots (R, N) whose block is complete and needs no more revision.
 
-        Under T2T that is a block that was edited in `max_edits` forwards. A block that a forward leaves unchanged is
-        stored by that same forward and is not meant here.
+        Under T2T such a block was edited in `max_edits` forwards. A block that a forward leaves unchanged is not among
+        them, because that same forward stores it.
         """
         settings = self.settings
         edits, softens = settings.edits_R[:, None] > 0, settings.softens_R[:, None] > 0

@@ -31,9 +31,9 @@ class Refresh:
     """
 
     prompt_interval: Annotated[int, Ge(1), Le(MOST)] = 25
-    """Steps between two of the prompt."""
+    """Steps between two recomputations of the prompt."""
     response_interval: Annotated[int, Ge(1), Le(MOST)] = 5
-    """Steps between two of the whole response."""
+    """Steps between two recomputations of the whole response."""
 
 
 EosTest = Literal["always", "block_forward"]
@@ -51,7 +51,7 @@ class Branches:
         64,
         128,
     )
-    """One for each branch, ascending."""
+    """The block length of each branch, ascending."""
     tau_merge: Annotated[float, Ge(LEAST_TAU_MERGE), Le(1)] = 0.5
     """A branch copies another branch's token if its own probability of it exceeds this (1: never)."""
     tau_sync: Annotated[int, Ge(0), Le(MOST)] = 8
@@ -75,9 +75,9 @@ class MultiBlock:
     tau_entropy: Annotated[float, Ge(0)] = 0.45
     """A masked position becomes a token when its entropy, in nats, is at most this."""
     tau_add: Annotated[float, Ge(0), Le(1)] = 0.1
-    """The next block is added when the last one has this share of its tokens."""
+    """The next block is added when the last block has this share of its tokens."""
     tau_active: Annotated[float, Ge(0), Le(1)] = 0.95
-    """A block is active once the one before it has this share of its tokens. The first active block gets its best
+    """A block is active once the block before it has this share of its tokens. The first active block gets its best
     token in every forward."""
     cache_delay: Annotated[int | None, Ge(0), Le(MOST)] = None
     """A done block is stored this many forwards after it was done; null: nothing is stored."""
@@ -85,7 +85,7 @@ class MultiBlock:
     """With a cache: the number of forwards after which the whole canvas is computed again (null: never)."""
     rule: Annotated[Literal["llada", "dream"] | None, Flag(default="the model's")] = None
     """The released rule. llada: entropy <= tau_entropy, and always the lowest. dream: entropy < tau_entropy. null:
-    that of the model, by whether its logits are shifted."""
+    dream for a model with shifted logits, else llada."""
 
     def __post_init__(self) -> None:
         if self.refresh is not None and self.cache_delay is None:
@@ -132,7 +132,7 @@ class Canvas:
     """The last time of `accept` = schedule or origin."""
     cache: Cache = "none"
     """none: every forward computes the whole canvas. prefix: the first forward of a block computes the whole canvas,
-    the others the block and all after it. dual: the others the block (Fast-dLLM)."""
+    its other forwards the block and all positions after it. dual: its other forwards the block alone (Fast-dLLM)."""
     refresh: Refresh | None = None
     """dLLM-Cache's intervals instead of `cache`."""
     cfg_scale: Annotated[float, Ge(0)] = 0.0

@@ -1,9 +1,10 @@
-"""How a model that stores its keys by causal rows decodes: one token a forward, drafts that are verified, or blocks
-(Nemotron-Labs-Diffusion); canvases of drawn tokens (DiffusionGemma). And how a request whose rows a decoder plans lies
-behind its stored prefix.
+"""Decoding with a model that stores its keys by causal rows: tokens, drafts and blocks, or canvases of drawn tokens.
 
-The next token follows from the last one's causal row; a masked position's token from a row without order. All three
-methods work on one cache, so a request may change from drafts to single tokens at any forward.
+Nemotron-Labs-Diffusion decodes one token a forward, or drafts that are verified, or blocks. The last token's causal
+row predicts the next token; a row without order predicts the tokens of masked positions. All three methods work on one
+cache, so a request may change from drafts to single tokens at any forward. DiffusionGemma decodes canvases.
+
+`PlannedRows` is the cache layout of such a request.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ CausalMethod = Literal["ar", "linear_spec", "dlm"]
 
 @dataclass(frozen=True)
 class PlannedRows:
-    """How a request whose decoder plans its rows on the host lies in the cache, behind a stored prefix.
+    """The cache layout, behind a stored prefix, of a request whose decoder plans its rows on the host.
 
     longest   the most positions behind the stored tokens that the rows of one forward reach
     overhang  positions past the answer's end that its rows may reach
@@ -39,9 +40,9 @@ class Thinking:
     """The answer's thinking is ended after a number of tokens (the released rule)."""
 
     budget: Annotated[int, Ge(0), Le(MOST)]
-    """Tokens of the answer behind which thinking is ended."""
+    """Number of the answer's tokens after which thinking is ended."""
     end_token_id: Annotated[int, Ge(0), Le(MOST)]
-    """The token that ends it."""
+    """The token that ends thinking."""
 
 
 @configuration()
@@ -49,9 +50,9 @@ class Causal:
     """Decoding behind a prefix that causal rows store. Raises `ValueError` for a field without effect."""
 
     method: CausalMethod = "linear_spec"
-    """ar: one token a forward. linear_spec: a block is drafted without order and verified by a causal row, as far as
-    the two agree and one token more; greedy, and drawn, its tokens are those of ar. dlm: blocks are filled without
-    order and then stored."""
+    """ar: one token a forward. linear_spec: a block is drafted without order, and a causal row verifies it. The
+    tokens on which both agree are taken, and one token more; greedy and drawn, they are the tokens of ar. dlm: blocks
+    are filled without order and then stored."""
     block_length: Annotated[int | None, Ge(1), Le(MOST), Flag(default="the model's block size")] = None
     """Positions of a draft or a block."""
     tau: Annotated[float | None, Ge(0), Le(1)] = None
@@ -65,7 +66,8 @@ class Causal:
     thinking: Thinking | None = None
     """An end of the answer's thinking."""
     draft_adapter: str | None = None
-    """linear_spec: the name of the LoRA adapter of the rows that draft; the others have the request's own."""
+    """linear_spec: the name of the LoRA adapter of the rows that draft; the other rows have the request's own
+    adapter."""
 
     def __post_init__(self) -> None:
         for name, methods in HAS_EFFECT.items():
@@ -109,11 +111,11 @@ class Renoise:
     t_max: Annotated[float, Gt(0)] = 0.8
     """The temperature of a canvas's first forward."""
     t_min: Annotated[float, Gt(0)] = 0.4
-    """The temperature that it falls towards: a forward after the last would have it."""
+    """The temperature towards which it falls: a forward after the last forward would have it."""
     stability: Annotated[int, Ge(0), Le(MOST)] = 1
     """A canvas may end once its likeliest tokens have stayed the same for this many forwards."""
     tau_entropy: Annotated[float, Ge(0)] = 0.005
-    """And if the mean entropy of its positions is below this, in nats."""
+    """A canvas may end only if the mean entropy of its positions is below this, in nats."""
 
     def __post_init__(self) -> None:
         if self.t_min > self.t_max:

@@ -1,13 +1,14 @@
 """LLaDA2.2's decoding, literal and on the host: a block of fixed length in which tokens come, change and go.
 
 The model predicts two tokens that are edits. Where it predicts DELETE, the token goes and the tokens behind it move
-up. Where it predicts SPLIT, a mask comes before the token, which moves down with the tokens behind it; the last one
-falls out of the block. The block ends padded with masks. A position that is a mask at the block's begin is *original*,
-and stays so once it is filled, wherever it moves; masks that edits bring are not.
+up. Where it predicts SPLIT, a mask comes before the token, which moves down with the tokens behind it; the block's
+last token falls out. Masks pad a block that has lost tokens. A position that is a mask when the block begins is
+*original*. It stays original when it is filled, and wherever it moves. Masks that edits bring are not original.
 
-Two programs that serve the model decode differently, and `Levenshtein.variant` names them. Both fill masks over a
-threshold, at least a number of them; both overwrite filled positions; both count the forwards after the last original
-mask is filled, resolve the block when these reach `max_post_steps`, and break out of states that return. The classes
+Two programs that serve the model decode differently, and `Levenshtein.variant` names them. Both fill the masks
+over a threshold, and a least number of masks if fewer are over it. Both overwrite filled positions. Both count the
+forwards after the last original mask is filled, and resolve the block when the count reaches `max_post_steps`. Both
+leave a state of the block that returns. The classes
 `_Fluxserve` and `_Sglang` hold the differences.
 
 A block is final when a forward has taken its final tokens, because that forward has stored it.
@@ -100,7 +101,7 @@ class EditedBlock:
         raise NotImplementedError
 
     def _over_threshold(self, guesses: list[Guess], least: int) -> list[int]:
-        """The masks over the threshold, or where they are fewer the `least` most confident masks."""
+        """The masks over the threshold; if there are fewer than `least`, the `least` most confident masks."""
         masks = self.masks
         confident = [i for i in masks if guesses[i].confidence > self.threshold]
         return (
@@ -122,7 +123,7 @@ class EditedBlock:
         }
 
     def _apply_edits(self, new_cells: dict[int, EditedPosition]) -> list[EditedPosition]:
-        """The block after `new_cells`: deletions and splits carried out, cut or filled up to its length."""
+        """The block with `new_cells`, after deletions and splits, cut to its length or padded with masks."""
         mask, cells = EditedPosition(self.ids.mask), self.cells[: self.prompt_length]
         for i in range(self.prompt_length, len(self.cells)):
             cell = new_cells.get(i, self.cells[i])
@@ -140,7 +141,7 @@ class EditedBlock:
         self.cells = self._apply_edits(new_cells)
 
     def _guesses(self, probs_LV: Tensor) -> list[Guess]:
-        """The predictions of every position. A choice passes over the mask, both edits and the former token."""
+        """The prediction for every position: tokens enough to pass over the mask, both edits and former tokens."""
         number = min(probs_LV.shape[1], 5 + self.num_steps)
         best = probs_LV.topk(number, dim=-1)
         guesses = []
@@ -153,8 +154,11 @@ class EditedBlock:
 
 
 class _Fluxserve(EditedBlock):
-    """FluxServe's: the mask is never predicted; a schedule of `steps` says how many masks each forward fills at
-    least, besides the masks that edits brought; forwards after the last original mask count while none returns."""
+    """FluxServe's variant.
+
+    The mask is never predicted. A schedule of `steps` gives the least number of masks that a forward fills, besides
+    the masks that edits brought. The count of forwards after the last original mask begins anew if one opens again.
+    """
 
     def __init__(
         self, tokens: Sequence[int], prompt_length: int, *, threshold: float, rule: Levenshtein, ids: EditTokens
@@ -197,9 +201,12 @@ class _Fluxserve(EditedBlock):
 
 
 class _Sglang(EditedBlock):
-    """SGLang's: the mask may be predicted, and a filled position can open again; each forward fills one mask at
-    least, besides the masks that edits brought; forwards without original masks add up; a state that returns takes
-    another token at one position."""
+    """SGLang's variant.
+
+    The mask may be predicted, so that a filled position opens again. Each forward fills at least one mask, besides the
+    masks that edits brought. All forwards without original masks count. In a state that returns, one position takes
+    another token.
+    """
 
     def __init__(
         self, tokens: Sequence[int], prompt_length: int, *, threshold: float, rule: Levenshtein, ids: EditTokens
@@ -262,8 +269,9 @@ def edited_block(tokens: Sequence[int], prompt_length: int, config: DecodingConf
 class LevenshteinRun:
     """A request decoded block by block: the tokens and the place of the next forward, and the results of the last.
 
-    The blocks lie on the grid of absolute positions. The last one is decoded whole, as edits move tokens across the
-    budget's end; what stands behind the budget is cut. An EOS of the answer ends it with the block that holds it.
+    The blocks lie on the grid of absolute positions. The last block is decoded whole, because edits move tokens
+    across the budget's end; tokens behind the budget are cut. An EOS of the answer ends it with the block that holds
+    it.
 
     stored  the final tokens before the block under way, the prompt's included
     """

@@ -22,21 +22,21 @@ class Request:
     logprobs       report the log-probability of every token in the forward that accepted it
     top_logprobs   number of likeliest tokens to report beside it, at most `MAX_TOPS`
     rollout        report in which forward every token was accepted, and its log-probability there (`Piece`), so that
-                   its forwards can be run again; refused where they cannot
-    experts        report with the rollout which experts each forward chose; its prompt is stored anew, and every step
-                   that it takes part in is packed
-    replay         report the same of any method, with the tokens that were overwritten, to be looked at
-    frames         report what every forward left in its slots (`Frame`)
-    committed      the beginning of the answer, which another engine committed: decoding goes on after it. It counts in
-                   `max_tokens`, stands in the output's tokens, and is not handed out again
-    first_forward  the forwards that it took part in there: the noise of drawn tokens goes on from that number
+                   its forwards can be run again; refused if they cannot be
+    experts        report with the rollout which experts each forward chose; the prompt is then stored anew, and every
+                   step of the request is packed
+    replay         report the same for any method, and the overwritten tokens, for display
+    frames         report the request's slots after every forward (`Frame`)
+    committed      the beginning of the answer, which another engine committed; decoding continues behind it. It
+                   counts in `max_tokens` and is in the output's tokens, but no step hands it out again
+    first_forward  number of its forwards in that engine; the noise of drawn tokens continues from this number
     adapter        the LoRA adapter to decode with, by the name under which the engine loaded it
     grammar        what the text of the answer must match; it then ends with an EOS within `max_tokens`
-    closing        where tokens are committed under a grammar: a way from them to the answer's end (`StepOutput`)
-    template       if not empty, what stands behind the prompt, `max_tokens` positions: a token is fixed, and `None` is
-                   a hole to be filled. Fixed tokens stand in the output, and do not count as generated
-    scored         put the template's tokens in one a forward, the leftmost, and report `TokenScore`s; it may have no
-                   hole
+    closing        under a grammar: tokens that lead from `committed` to the answer's end (`StepOutput.closing`)
+    template       if not empty, the `max_tokens` positions behind the prompt: a token is fixed, and `None` is a hole
+                   to be filled. Fixed tokens are in the output, and do not count as generated
+    scored         fill in the template's tokens from the left, one a forward, and report a `TokenScore` for each;
+                   the template has no hole
     """
 
     request_id: str
@@ -77,7 +77,7 @@ class Request:
         return self.rollout or self.replay
 
     def asked(self, piece: Piece) -> Piece:
-        """A piece of its answer with the columns that it asks for."""
+        """A piece of the answer, with the columns that the request asks for."""
         return replace(
             piece,
             logprobs=piece.logprobs if self.logprobs or self.has_rollout else None,
@@ -87,7 +87,7 @@ class Request:
 
     @property
     def nothing(self) -> Piece:
-        """The piece of its answer that has no token, with the columns that it asks for."""
+        """An empty piece of the answer, with the columns that the request asks for."""
         return self.asked(Piece(logprobs=(), tops=(), steps=()))
 
     @property
@@ -110,10 +110,10 @@ class Request:
         return self.decoding.carry and not self.steered
 
     def first_block_start(self, number: int) -> int:
-        """Where decoding begins, behind `number` tokens of prompt and answer: at a block, or with planned rows behind
-        the tokens that are stored.
+        """The position at which decoding begins, after `number` tokens of prompt and answer: the begin of a block, or
+        with planned rows the end of the stored tokens.
 
-        With `carry` it is the last block that has a known token, so that its store gives the token after it.
+        With `carry` decoding begins at the last block with a known token, whose store gives the token after it.
         """
         origin, size = self.decoding.grid_origin(len(self.prompt)), self.decoding.block_size
         planned, seeds = self.decoding.planned, int(self.carries)
@@ -122,7 +122,7 @@ class Request:
         return origin + max(0, number - origin - seeds) // size * size
 
     def num_generated(self, number: int) -> int:
-        """How many of the answer's first `number` tokens were not fixed."""
+        """The number of tokens that were not fixed, among the answer's first `number` tokens."""
         return number - sum(token is not None for token in self.template[:number])
 
     def rest_of_block(self, position: int) -> int:
@@ -133,7 +133,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenScore:
-    """A token's natural log-probability in the forward before it was put in, and the likeliest token's there."""
+    """A token's natural log-probability in the forward before it was filled in, and that forward's likeliest token."""
 
     logprob: float
     likeliest: int
@@ -146,11 +146,11 @@ class Output:
 
     piece        its useful tokens (EOS excluded) behind `committed`, with the columns that the request asked for
     tail         for a rollout: the tokens that were committed behind the answer in its last block, EOS first, because
-                 the others of that block have seen them; empty if `max_tokens` ended the answer
-    committed    the request's, which an earlier engine decoded
-    stop_reason  the stop string, or the one of the request's `stop_token_ids`, that ended it
-    experts      where asked for, the experts of all forwards in order; no part of a comparison
-    scores       of a request that was scored: one for each token of `piece`
+                 the block's other tokens have seen them; empty if `max_tokens` ended the answer
+    committed    the request's `committed`
+    stop_reason  the stop string or the stop token that ended the answer
+    experts      if requested, the experts of all forwards in order; comparisons ignore them
+    scores       of a scored request: one score for each token of `piece`
     """
 
     request_id: str
@@ -171,14 +171,14 @@ class Output:
 
 @dataclass(frozen=True, kw_only=True)
 class StepOutput:
-    """What one step committed for one request: a piece of its answer, and the whole output if the request ended.
+    """One step's result for one request: the committed piece of its answer, and the output if the request ended.
 
     counts   the request's counts up to this step
     piece    the new useful tokens
-    tail     in a rollout's last step: what was committed behind the answer (`Output`)
-    closing  under a grammar: tokens that complete the answer within its budget, if it goes on with them
+    tail     in a rollout's last step: the tokens that were committed behind the answer (`Output.tail`)
+    closing  under a grammar: tokens that, as the next tokens, complete the answer within its budget
     weights  the numbers of the weights that decoded its first and its last tokens so far
-    frame    where the request asked for frames, what the step's forward left in its slots
+    frame    if the request asked for frames, its slots after the step's forward
     """
 
     request_id: str

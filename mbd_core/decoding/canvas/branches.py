@@ -179,11 +179,11 @@ class BranchedCanvas(GuessingDecoder):
 
     @property
     def _ends_anywhere(self) -> bool:
-        """Whether an EOS in any complete block ends the request, instead of only one in a window after its forward."""
+        """Whether an EOS in any complete block ends the request, or only an EOS in a window after its forward."""
         return self.settings.eos_test == "always"
 
     def _end_at_eos(self, branches: list[Branch], certainty: dict[int, float]) -> None:
-        """Let the branch win whose ending EOS has the highest probability, if any has one (Alg. 1 lines 21 to 23).
+        """Let the branch win whose ending EOS is the most probable, if there is one (Alg. 1 lines 21 to 23).
 
         If the last forward gave no logits for an EOS (a merge or a sync wrote it), its probability when it was
         accepted counts.
@@ -265,7 +265,8 @@ class BranchedCanvas(GuessingDecoder):
         return np.logical_or.reduce([b.lane.masked for b in self.branches])
 
     def _logits_positions(self, branch: Branch, undecided_L: np.ndarray) -> np.ndarray:
-        """The positions that this forward predicts for the branch: undecided ones, and EOS tokens that may end it."""
+        """The positions that this forward predicts for the branch: undecided positions, and EOS tokens that may end
+        it."""
         predicted = undecided_L | np.isin(branch.lane.tokens, self._ends)
         predicted[: self.prompt_length] = False
         if self._phase is Phase.BLOCK:

@@ -7,7 +7,7 @@ canvas = uniform tokens
         drawn ~ softmax(l), best = argmax l, H = entropy of softmax(l), per position
         accept the lowest H while the sum of the lower ones is at most `entropy_bound`
         canvas = drawn where accepted, uniform tokens elsewhere
-        stop if the last `stability` bests equal this one and the mean of H is below `tau_entropy`
+        stop if the last `stability` bests equal this best and the mean of H is below `tau_entropy`
     the answer goes on with the last best
 
 Nothing is accepted for good, and no token is masked. A canvas's rows see the stored prefix and each other. The
@@ -37,7 +37,7 @@ PIECE_BYTES = 2**28
 """The memory limit of one piece of logits and everything made of it: 256 MiB. A canvas of 256 positions over 262,144
 ids is 268 MB in float32 alone; its pieces have 25 positions."""
 COPIES = 10
-"""The bytes held at once for each byte of a float32 piece, at most; a test counts them. The noise is made of 64-bit
+"""The most bytes held at once for each byte of a float32 piece; a test counts them. Most are the noise's 64-bit
 integers."""
 
 
@@ -190,7 +190,7 @@ class RenoisingDecoder(PrefixDecoder):
         )
 
     def take(self, reading: CanvasReading) -> CanvasUpdate:
-        """The second half, on the host."""
+        """The second half of a forward's reading, on the host."""
         start, self.num_stored = len(self._all), len(self._all)
         self.num_forwards += 1
         tokens_2L = torch.stack((reading.drawn_L, reading.best_L)).cpu()

@@ -1,8 +1,8 @@
 """The tokens that an answer under a grammar may have at its next position, and a way for it to end in time.
 
 The positions of an answer are decided from left to right, several in a forward: a grammar knows the continuation of a
-text, but not the text behind a gap. Tokens that the grammar forces are decided at once and need no forward. The same
-holds for a token that alone is allowed, and for an EOS where nothing else has room.
+text, but not the text behind a gap. Three kinds of tokens are decided at once and need no forward: tokens that the
+grammar forces, a token that alone is allowed, and an EOS if nothing else has room.
 
 A guide always knows a closing: tokens that complete the answer within its budget (`closings.py`). A decision without a
 closing behind it is taken back, and the closing's own token is decided instead. So an answer is never cut in its
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AllowedToken:
-    """A token among the allowed ones, and its probability among them.
+    """An allowed token, and its probability among the allowed tokens.
 
-    It is overruled if the model's likeliest token of all is not allowed.
+    overruled  the model's likeliest token is not allowed
     """
 
     token: int
@@ -48,10 +48,10 @@ class AllowedToken:
 Pick = Callable[[int, np.ndarray], AllowedToken]
 """The choice at the i-th open position among the allowed tokens (V,)."""
 
-TAU_OVERRULED = 0.1  # an overruled choice must exceed it, if it is below `tau` and `tau` is below 1
+TAU_OVERRULED = 0.1  # the threshold of an overruled choice, if it is below `tau` and `tau` is below 1
 
 MAX_COMPILED = 32  # grammars cached for other requests
-MAX_SEARCH, MAX_THOROUGH = 256, 16  # tokens of a closing searched between two forwards, in both ways
+MAX_SEARCH, MAX_THOROUGH = 256, 16  # most tokens of a closing found between two forwards, quickly and thoroughly
 
 
 @dataclass(eq=False)
@@ -66,7 +66,7 @@ class GuideState:
     ended: bool = False
 
     def rest(self, number: int) -> list[int]:
-        """A way from the answer's first `number` tokens to its end. Only the guide knows one."""
+        """The tokens from the answer's first `number` tokens to its end; none, because only the guide knows them."""
         return []
 
 
@@ -91,8 +91,8 @@ class Guide(GuideState):
     ) -> None:
         """`matcher` has seen the `committed` tokens. `budget` bounds the answer's further tokens, its EOS included.
 
-        Raises `GrammarRefused` if no way to its end is found, in the words of the user's `tools` or grammar. `closing`
-        is a known one, or empty.
+        `closing` is a known closing, or empty. Raises `GrammarRefused` if no closing is found; the message names the
+        user's tools if `tools` is set, else the grammar.
         """
         self._matcher, self._closings, self._num_left = matcher, closings, budget
         self._literals, self._marks = literals, marks
@@ -120,11 +120,11 @@ class Guide(GuideState):
     ) -> list[tuple[int, float]]:
         """Decides tokens for at most `num_places` open positions, and their probabilities.
 
-        If that takes a new closing and `search` is over, it returns none and changes nothing. `pick` chooses at the
-        first `num_rows` of the positions. The first `quota` choices are taken. Further ones are taken while their
-        probability exceeds `tau`, or `TAU_OVERRULED` where the grammar overrules the model, whose confidence is then
-        another text's. With `tau` 1 only the quota is taken. A forced token has probability 1. Tokens without a place
-        become `pending`.
+        If that takes a new closing and `search` is over, it returns no token and changes nothing. `pick` chooses at
+        the first `num_rows` of the positions. The first `quota` choices are taken. Further choices are taken while
+        their probability exceeds `tau`. If the grammar overrules the model, `TAU_OVERRULED` is enough, because the
+        model's confidence is then in another text. With `tau` 1 only the quota is taken. A forced token has
+        probability 1. Tokens without a place become `pending`.
 
         Positions added while the row waited are ignored, so waiting does not change the result.
         """
@@ -159,7 +159,10 @@ class Guide(GuideState):
         return trail[:num_places]
 
     def next_token(self, pick: Pick, search: Search) -> list[tuple[int, float]]:
-        """Decides the next token, and its probability: a pending one, or what `pick` chooses; none while it waits."""
+        """Decides the next token: a pending token, or the choice of `pick`.
+
+        Returns it with its probability, or nothing while the guide waits.
+        """
         if self.pending:
             token, self.pending = self.pending[0], self.pending[1:]
             return [(token, 1.0)]
@@ -168,7 +171,7 @@ class Guide(GuideState):
     def draft(self, number: int, pick: Pick) -> list[tuple[int, float]]:
         """At most `number` next tokens that the grammar allows, and their probabilities: choices, and forced tokens.
 
-        The guide stays as it is. They end behind an EOS, and where the matcher cannot say what is allowed.
+        The guide does not change. The tokens end behind an EOS, or where the matcher cannot say what is allowed.
         """
         matcher, trail = self._matcher.deep_copy(), list[tuple[int, float]]()
         mask_V = None if self.pending or self.ended else self._closings.allowed(matcher)
@@ -187,7 +190,7 @@ class Guide(GuideState):
         return self._closings.allowed(self._matcher)
 
     def rest(self, number: int) -> list[int]:
-        """A way from the answer's first `number` tokens to its end: the decided tokens behind them, and a closing."""
+        """The tokens from the answer's first `number` tokens to its end: decided tokens, then the closing."""
         return self._decided_tokens[number:] + self._closing
 
     def _ends(self, tokens: list[int]) -> bool:
@@ -223,7 +226,7 @@ class Guide(GuideState):
         return tokens
 
     def _close(self, trail: list[tuple[int, float]], marks: list[int], search: Search) -> list[tuple[int, float]]:
-        """As many of the choices as leave a closing. If there is none, the closing's next token.
+        """As many choices as leave a closing; if even one choice leaves none, the known closing's next token.
 
         A new closing is searched once, behind all choices. Behind fewer choices only the known closing counts. No
         choice is taken if it needs a new closing and `search` was over before.
@@ -259,14 +262,17 @@ class Guide(GuideState):
         return trail[:number]
 
     def _rest_of_closing(self, tokens: list[int]) -> list[int] | None:
-        """The rest of the known closing after these tokens, if they are its first ones, or the answer's last."""
+        """The rest of the known closing, if it begins with `tokens`; `None` if it does not.
+
+        Nothing remains if `tokens` end in an EOS; the result is `None` if they exceed the budget.
+        """
         if tokens[-1] == self._closings.eos_token_id:
             return [] if len(tokens) <= self._num_left else None
         closing = self._closing
         return closing[len(tokens) :] if tokens == closing[: len(tokens)] else None
 
     def _end_of_known(self, limit: int, search: Search) -> list[int] | None:
-        """An end of the known closing that is a closing of at most `left` tokens."""
+        """An end of the known closing that is itself a closing of at most `limit` tokens; `None` if there is none."""
         closing = self._closing
         for start in range(len(closing) - 1, max(-1, len(closing) - NUM_TRIED), -1):
             search.count(len(closing) - start)
@@ -330,7 +336,7 @@ class Grammars:
             raise GrammarRefused(f"no answer was found that {accepted}: {special}") from None
 
     def _matcher(self, grammar: Grammar) -> tuple[LLMatcher, Closings]:
-        """A new matcher at the beginning."""
+        """A new matcher at the beginning of the grammar."""
         with self._lock:
             if self._parts is None:
                 tokenizer = self._vocabulary()

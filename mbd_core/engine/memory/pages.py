@@ -279,10 +279,10 @@ class HostPages:
         host     |      v                                 |
                  | slot, least recently used first -------'
 
-    All copies are on the device's stream of steps: they read a page before a later step writes it, and write one
-    before a later step reads it, and the host waits for none of them.
+    All copies are on the device's stream of steps: they read a page before a later step writes it, and write a page
+    before a later step reads it. The host waits for none of them.
 
-    Shape legend: S pages at once, X numbers of a page, its keys and values of all layers one after another.
+    Shape legend: S pages at once, X elements of a page: its keys and values of all layers, one after another.
 
     num_kept, num_restored  number of pages copied to the host, and back
     """
@@ -311,8 +311,8 @@ class HostPages:
             self._slot_of.move_to_end(digest)
 
     def keep(self, pages: Mapping[int, bytes]) -> None:
-        """Copies pages of the device, by page number with their hashes; the page to be kept longest comes last. The
-        least recently used copies make room, copies of this call included."""
+        """Copies pages of the device to the host. `pages` maps their numbers to their hashes; the page to be kept
+        longest comes last. The least recently used copies make room, copies of this call included."""
         copies: dict[int, int] = {}  # by slot, the last page that takes it
         for page, digest in pages.items():
             if digest in self._slot_of:
@@ -330,7 +330,8 @@ class HostPages:
                 self._memory[slot].copy_(self._stage_SX[row], non_blocking=True)
 
     def restore(self, pages: Mapping[int, bytes]) -> None:
-        """Fills pages of the device, by page number, with the content of these hashes; all must be here."""
+        """Fills pages of the device with the copies of their hashes. `pages` maps their numbers to the hashes, which
+        must all be here."""
         slots = [self._slot_of[digest] for digest in pages.values()]
         self.num_restored += len(slots)
         for some_slots, numbers in _batches(slots, list(pages)):

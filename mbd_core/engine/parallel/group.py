@@ -1,7 +1,7 @@
 """A tensor-parallel group: the processes that hold one model's shards, their messages and their agreements.
 
 The forward's partial sums go over the first process group (NCCL between GPUs, gloo between CPUs), or through memory
-that the GPUs share (`shared_sums.py`). Messages from rank 0 go over a second one, always gloo: they cost no device
+that the GPUs share (`shared_sums.py`). Messages from rank 0 go over a second group, always gloo: they cost no device
 work, and a dead process is noticed by its closed connection.
 
 The timeout bounds every wait. With gloo, on CPUs and for messages, it raises `RankLost` in the waiting rank; a process
@@ -46,7 +46,7 @@ class RankLost(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """What a process needs to join: its number, how many ranks there are, rank 0's address, its own device.
+    """A process's data for joining: its number, the number of ranks, rank 0's address, its own device.
 
     timeout  seconds that any rank waits for another; must exceed the differences between the ranks' loading times
     """
@@ -66,7 +66,7 @@ class Rank:
 
     @property
     def shard(self) -> Shard:
-        """The part of the model it holds; `ValueError` for a rank that does not exist."""
+        """The part of the model that this rank holds. Raises `ValueError` unless 0 <= `rank` < `size`."""
         return Shard(rank=self.rank, size=self.size)
 
     @property
@@ -96,8 +96,8 @@ class Group:
         return x
 
     def broadcast(self, message: Any) -> None:
-        """Rank 0 only: sends `message` (small, picklable) to every other rank's `receive`; returns when all have
-        it."""
+        """Rank 0 only: sends `message` (small, picklable) to every other rank's `receive`; returns when all
+        ranks have it."""
         payload = pickle.dumps(message)
         data = bytearray(len(payload).to_bytes(_LENGTH, "little") + payload)
         data += bytes(max(0, _FRAME - len(data)))
@@ -229,14 +229,14 @@ class Group:
 def open_store(address: str, *, size: int, timeout: float, port: int = 0) -> dist.TCPStore:
     """The store through which the ranks find each other, in rank 0's process; its port goes into every `Rank`.
 
-    `port` 0 takes a free one.
+    `port` 0 takes a free port.
     """
     wait = timedelta(seconds=timeout)
     return dist.TCPStore(address, port, size, is_master=True, timeout=wait, wait_for_workers=False)
 
 
 def num_arrived(store: dist.TCPStore) -> int:
-    """How many ranks have their device and are about to join. Joining itself waits for all, even for dead ones."""
+    """The number of ranks that have their device and are about to join. Joining waits for all, even for dead ranks."""
     return store.add(_ARRIVALS, 0)
 
 

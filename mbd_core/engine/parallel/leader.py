@@ -198,7 +198,8 @@ class ParallelEngine(Engine):
             self._group.abandon()
 
     def _leave_together(self) -> bool:
-        """Whether all ranks left the group; a rank that fails on its way out counts as lost."""
+        """Leaves the group with all ranks, and returns whether all left. A rank that fails meanwhile counts as
+        lost."""
         try:
             self._group.barrier()
             self._group.close()
@@ -207,8 +208,8 @@ class ParallelEngine(Engine):
         return True
 
     def _stop_followers(self) -> bool:
-        """Orders the followers to stop; whether they received it. Lost followers, and followers within a step,
-        cannot."""
+        """Orders the followers to stop, and returns whether they received the order. Lost followers, and followers
+        within a step, cannot receive it."""
         if self._failure is not None or not self._lock.acquire(blocking=False):
             return False
         try:

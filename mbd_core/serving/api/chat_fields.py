@@ -79,7 +79,7 @@ class AllowedChoice(Strict):
 
 class ToolFields(Strict):
     tools: Annotated[list[Tool], items(MAX_TOOLS)] | None = None
-    """functions that the model may call; two of one name are refused"""
+    """functions that the model may call; two functions of one name are refused"""
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedChoice | None = None
     """`auto` (default, with `tools`): the model decides; `none`: text; `required`: calls; a tool's name: one call of
     it; `allowed_tools`: all tools are shown, only these may be called"""
@@ -181,7 +181,7 @@ class TemplateFields(Strict):
     continue_final_message: bool | None = None
     """the answer continues the last message, a turn of the assistant; not beside `add_generation_prompt`"""
     chat_template_kwargs: dict[str, Any] | None = None
-    """variables of the chat template, such as `enable_thinking`; `mbd.notes` names those variables that it lacks"""
+    """variables of the chat template, such as `enable_thinking`; `mbd.notes` names the variables that it lacks"""
     reasoning_effort: ReasoningEffort | None = None
     """sets the chat template's variable `reasoning_effort`, and `enable_thinking`, which `none` turns off, unless
     `chat_template_kwargs` sets them; no effect under a template with neither, and `mbd.notes` then says so"""
@@ -333,9 +333,9 @@ class ChatMessage(Strict):
     content: Annotated[Content | None, Field(validate_default=True)] = None
     """text; required except in a turn of the assistant; only such a turn may have parts of refusal and reasoning"""
     token_ids: Annotated[list[Annotated[int, Field(ge=0)]], items(MAX_ANSWER)] | None = None
-    """an answer's own tokens, from `return_token_ids`: the prompt then holds the tokens as they were generated, which
-    the prefix cache finds; only in a turn of the assistant, whose `content` they spell; after thoughts the text counts
-    instead; `[]` means `null`"""
+    """an answer's own tokens, from `return_token_ids`. The prompt then has these tokens, and the prefix cache finds
+    them. Only in a turn of the assistant, whose `content` they spell; after thoughts `content` counts instead. `[]`
+    means `null`"""
     tool_call_id: Annotated[str | None, Field(validate_default=True)] = None
     """the id of the call whose result this is; required with role `tool`, refused with other roles"""
     name: str | None = None

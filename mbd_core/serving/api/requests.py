@@ -131,7 +131,7 @@ class GenerationRequest(StructuredFields, OtherGenerationFields):
     """adds `token_ids` to each piece, and a `ResumePlace` after each commit; only with `stream`, not with tools that
     may be called or `canvas`"""
     resume: Resume | None = None
-    """continue after such a place: one prompt, `n` 1, all other fields as in the cut stream"""
+    """continue after a `ResumePlace`: one prompt, `n` 1, all other fields as in the cut stream"""
     user: str | None = None
     """identifies a client on a server without keys; waiting clients take turns"""
     metadata: dict[str, Any] | None = None
@@ -272,7 +272,7 @@ class CompletionRequest(GenerationRequest, OtherCompletionFields):
     )
     """one prompt, or up to `--body-prompts` prompts; an empty prompt is refused"""
     echo: bool | None = None
-    """the prompt's text before each choice's; with `logprobs` the prompt's own log-probabilities"""
+    """the prompt's text before each choice's text; with `logprobs` the prompt's own log-probabilities"""
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     """tokens of an answer; default as for a chat. With `echo` and `logprobs` it is required, as 0 or 1; otherwise at
     least 1"""

@@ -1,6 +1,6 @@
 """Measures from the clients' side: how long they wait for tokens, and how their requests end.
 
-A choice is one engine request; an API request has one or more of them. The tokens of one commit share their arrival: a
+A choice is one engine request; an API request has one or more choices. The tokens of one commit share their arrival: a
 client gets a block at once. Four times follow from the arrivals of a choice's tokens:
 
     arrival of the API request
@@ -9,7 +9,7 @@ client gets a block at once. Four times follow from the arrivals of a choice's t
 
 Each gap between two commits is one inter-token latency, however many tokens come after it. The time per output token
 spreads the time from the first commit to the last over all tokens but the first, as the field's tools do. A choice
-whose tokens all come in one commit has a time per output token of 0; one of a single token has none.
+whose tokens all come in one commit has a time per output token of 0; a choice of a single token has none.
 """
 
 import asyncio
