@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import random
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from mbd_core.serving.tokens.load import LoadedModel, load_engine
 B = 4
 EXACT = Verify(exact=True, store="causal")
 SIZES = EngineConfig(max_rows=4, num_pages=240, dtype="float32", buffer_size=3, batch_invariant=True)
+EXACT_OF = {n: DecodingConfig(block_size=B, buffer_size=n, tau_add=0.0, verify=EXACT) for n in (1, 2, 3)}
 GRAMMARS = [
     Grammar(syntax="regex", text="[a-z]{3,9}( [a-z]{2,5}){2};"),
     Grammar(syntax="regex", text="([a-z]+;)+end"),
@@ -203,15 +205,31 @@ def test_a_resumed_answer_goes_on_inside_its_grammar(loaded: LoadedModel) -> Non
             jsonschema.validate(json.loads(str(text)), schema)
 
 
-def test_only_an_exact_greedy_answer_follows_a_grammar(loaded: LoadedModel) -> None:
-    request = asked(0, GRAMMARS[0])
-    for changes, message in (
-        ({"decoding": DecodingConfig(block_size=B, verify=Verify())}, "let verify.exact be true, or verify be null"),
-        ({"sampling": Sampling(temperature=0.7)}, "let temperature be 0"),
-    ):
-        with pytest.raises(RequestRefused, match=message) as caught:
-            loaded.engine.admission.check(dataclasses.replace(request, **changes))
-        assert "\n" not in str(caught.value)
+def test_only_an_exact_answer_follows_a_grammar(loaded: LoadedModel) -> None:
+    request = asked(0, GRAMMARS[0], decoding=DecodingConfig(block_size=B, verify=Verify()))
+    with pytest.raises(RequestRefused, match=r"let verify\.exact be true, or verify be null") as caught:
+        loaded.engine.admission.check(request)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_answers_are_drawn_as_at_block_size_1(loaded: LoadedModel, slots: int) -> None:
+    """A few letters, 400 times each way, of which the later ones are drafted behind the first: the engines' texts have
+    one distribution. The weights are such that drafts and judgements differ."""
+    grammar, counts = Grammar(syntax="regex", text="(a[bc]|c[ab])[de];"), []
+    block, alone = changed(loaded), changed(loaded, block_size=1)
+    for model, decoding in ((block, EXACT_OF[slots]), (alone, DecodingConfig(block_size=1))):
+        init_weights(model, seed=4, std=0.3)
+        requests = [
+            asked(3, grammar, decoding=decoding, sampling=Sampling(temperature=1.0, seed=i), max_tokens=12)
+            for i in range(400)
+        ]
+        requests = [dataclasses.replace(r, request_id=f"r{i}", logprobs=False) for i, r in enumerate(requests)]
+        served = engine_of(loaded, model, max_rows=32, num_pages=400, batch_invariant=False)
+        counts.append(Counter(loaded.tokenizer.decode(list(o.tokens)) for o in served.generate(requests)))
+    texts = sorted(set(counts[0]) | set(counts[1]))
+    chi_square = sum((counts[0][t] - counts[1][t]) ** 2 / (counts[0][t] + counts[1][t]) for t in texts)
+    assert 4 < len(texts) <= 8 and chi_square < 24.3, counts  # the 0.999 quantile for 7 degrees of freedom
 
 
 @pytest.mark.usefixtures("warm_followers")

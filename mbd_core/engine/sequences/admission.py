@@ -179,7 +179,7 @@ class Admission:
         if causal is not None and causal.method == "ar" and causal.thinking is None:
             changes = None  # token by token, each of which a guide takes in
         verify = request.decoding.verify
-        if verify is not None and verify.exact and not request.sampling.draws:
+        if verify is not None and verify.exact:
             changes = None  # from left to right, as at block size 1
         if changes is not None:
             reason = f"{changes} changes tokens that the grammar has accepted; decode without it"
@@ -189,8 +189,6 @@ class Admission:
                     reason = "thinking puts a token in that the grammar may refuse; leave it out"
             if verify is not None:
                 reason = "verify fills a block in any order; let verify.exact be true, or verify be null"
-                if verify.exact:
-                    reason = "drawn drafts are judged by probabilities that know no grammar; let temperature be 0"
             if changes == "renoise":
                 reason = "a canvas is drawn anew in each forward, and no guide follows it; decode with another model"
             if changes == "canvas":

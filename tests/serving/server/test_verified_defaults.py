@@ -114,5 +114,5 @@ def test_a_schema_is_kept_over_http_and_what_cannot_keep_it_is_refused(tiny_mode
     assert two[0]["choices"][0]["message"]["content"] == text
     assert "".join(e["choices"][0]["delta"].get("content") or "" for e in streamed if e["choices"]) == text
     assert one[0]["mbd"]["num_drafted_tokens"]
-    for refused, remedy in ((drawn, "let temperature be 0"), (loose, "let verify.exact be true")):
-        assert isinstance(refused, ApiError) and refused.status == 400 and remedy in refused.message
+    assert json.loads(drawn[0]["choices"][0]["message"]["content"])["kind"] in ("first", "second")
+    assert isinstance(loose, ApiError) and loose.status == 400 and "let verify.exact be true" in loose.message
