@@ -38,7 +38,8 @@ class SampleCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class GradedSample:
-    """One graded request. `counts` is `None` if decoding failed; such a sample is an error and counts as wrong.
+    """One graded request. `counts` is `None` if decoding failed, for the reason in `error`; such a sample counts as
+    wrong.
 
     problem  the id of its problem
     cut      whether the answer ended at the limit of its tokens
@@ -60,6 +61,7 @@ class GradedSample:
     seed: int = 0
     draw: int | None = None
     vote: str | None = None
+    error: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

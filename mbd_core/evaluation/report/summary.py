@@ -1,6 +1,7 @@
 """A sweep's report from its rows alone, without a model: the folders of sweeps are joined, measured and written."""
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +32,7 @@ from mbd_core.evaluation.sweep.gathered_samples import load_samples
 from mbd_core.evaluation.sweep.record import SweepRecord
 from mbd_core.tables import Table, markdown
 
+MOST_REASONS = 3  # why a model's requests failed, for a task
 PROMPT_FIELDS = ("form", "prompt", "examples", "examples_sha256", "stop")  # what a task's settings say of its prompts
 
 
@@ -70,6 +72,8 @@ def summarize_sweeps(folders: Sequence[Path]) -> SweepSummary:
     settings = _joined_settings(folders, records)
     if num_samples < num_planned:
         settings = {"incomplete": f"{num_samples} of {num_planned} samples are there", **settings}
+    if errors := _errors(samples):
+        settings = {"not decoded": errors, **settings}
     times = times_of(folders, rows)
     if any(record.num_cases for record in records) and (
         without_time := _configurations_without_time(rows, times, records)
@@ -91,6 +95,19 @@ def summarize_sweeps(folders: Sequence[Path]) -> SweepSummary:
     tables = report_tables(numbers)
     files = report_files(numbers, tables, choose_samples(folders))
     return SweepSummary(tables=tables, files=files, num_samples=num_samples, num_planned=num_planned)
+
+
+def _errors(samples: Mapping[ReportKey, Sequence[GradedSample]]) -> list[str]:
+    """Why requests of each model to each task could not be decoded: the most frequent reasons, and how often."""
+    counts: dict[tuple[str, str], Counter[str]] = {}
+    for key, group in samples.items():
+        reasons = [sample.error for sample in group if sample.error is not None]
+        counts.setdefault((key.model, key.task), Counter()).update(reasons)
+    return [
+        f"{model} on {task}, {number} of {reasons.total()}: {reason}"
+        for (model, task), reasons in counts.items()
+        for reason, number in reasons.most_common(MOST_REASONS)
+    ]
 
 
 def repeated_of(samples: Mapping[ReportKey, Sequence[GradedSample]]) -> dict[ReportKey, Repeated]:

@@ -99,4 +99,5 @@ def graded_sample(row: GradedRow) -> GradedSample:
         seed=row["seed"],
         draw=row.get("draw"),
         vote=row.get("vote"),
+        error=row["error"],
     )

@@ -63,6 +63,20 @@ def test_a_report_has_the_accuracy_by_each_rule_of_a_task(tmp_path: Path) -> Non
     assert b">Accuracy by rule</h2>" in files["report.html"]
 
 
+def test_a_report_says_why_requests_could_not_be_decoded(tmp_path: Path) -> None:
+    rows = planned_rows(problems=4, tasks=("a",))
+    [part] = cut(rows, rows_per_part=len(rows))
+    graded = graded_table(part).to_pylist()
+    for row, reason in zip(graded, ("no tools", "too long", "no tools", *("abc")), strict=False):
+        row |= {"error": reason, "text": None, "correct": False}
+    with SweepFolder.claim(tmp_path, sweep_record(rows, [part])) as folder:
+        folder.write_part(0, pa.Table.from_pylist(graded, schema=GRADED_COLUMNS))
+    files = summarize_sweeps([tmp_path]).files
+    said = json.loads(files[REPORT])["settings"]["not decoded"]
+    assert said[0] == "m on a, 2 of 6: no tools" and len(said) == 3 and all(", 1 of 6: " in each for each in said[1:])
+    assert b"not decoded: m on a, 2 of 6: no tools" in files["report.md"]
+
+
 def test_a_report_says_of_which_weights_it_is_and_how_programs_were_contained(tmp_path: Path) -> None:
     rows = planned_rows()
     parts = cut(rows, rows_per_part=4)
