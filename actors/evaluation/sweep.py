@@ -40,6 +40,8 @@ def loader(models: Mapping[str, str], *, tensor_parallel: int, paths: JobPaths =
 
     def load(name: str, engine: EngineConfig) -> DecodingModel:
         folder = model_folder(paths.fetch(models[name], url_weights=engine.url_weights))
+        if engine.draft_model is not None:
+            engine = replace(engine, draft_model=paths.fetch(engine.draft_model))
         loaded = load_engine(folder, engine, tensor_parallel=tensor_parallel)
         loaded.prepare()
         return DecodingModel(loaded.engine, loaded.tokenizer)
@@ -130,6 +132,7 @@ def ray_executor(
             sweep, Grading(isolated=isolated), num_engines=num_engines, concurrency=concurrency, urls=urls
         )
         models = model_paths("--models", *executor.models.values())
+        models += [] if (draft := sweep.engine.draft_model) is None else model_paths("--draft-model", draft)
         with known_paths(models, bundle=executor.topology.bundle, say=say) as executor.paths:
             yield executor
     finally:

@@ -35,6 +35,8 @@ def model_paths_of(args: ServingArgs) -> list[OpenedPath]:
     for number, model in enumerate(args.models):
         place = f"models[{number}]"
         paths.append(OpenedPath(f"{place}.model", model.model))
+        if (draft := model.engine.draft_model) is not None:
+            paths.append(OpenedPath(f"{place}.engine.draft_model", draft))
         paths += [OpenedPath(f"{place}.adapters.{name}", path) for name, path in model.adapters.items()]
         paths += [] if model.weights is None else [OpenedPath(f"{place}.weights", model.weights)]
     return paths

@@ -120,7 +120,10 @@ class ModelArgs(EndpointArgs):
     def checked(self, fetch: FetchModel = fetch_model) -> Self:
         """On this machine: `fetch` gives the local name or path of the model, which it fetches from a URL."""
         model = fetch(self.model, url_weights=self.engine.url_weights)
-        return super(ModelArgs, replace(self, model=model, name=self.served_name)).checked()
+        engine = self.engine
+        if engine.draft_model is not None:
+            engine = replace(engine, draft_model=fetch(engine.draft_model))
+        return super(ModelArgs, replace(self, model=model, name=self.served_name, engine=engine)).checked()
 
 
 @configuration(panel=CLUSTER)

@@ -97,6 +97,7 @@ class Settings(DecodingFields, total=False):
     attention: str
     batch_invariant: bool
     block_budget: int
+    draft_model: str
     dtype: Literal["auto", "float32", "bfloat16", "int8"]
     graphs: bool
     host_kv_bytes: int

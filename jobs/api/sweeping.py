@@ -26,7 +26,7 @@ from mbd_core.evaluation.sweep.shard import SweepShard
 from mbd_core.fields import CLUSTER, DATA, ENGINE, MODEL, OUTPUT, Flag, Ge, Texts, configuration
 from mbd_core.storage.folder import Folder
 
-ENGINE_FIELDS = ("max_rows", "num_pages", "kv_memory_fraction", "dtype", "url_weights")
+ENGINE_FIELDS = ("max_rows", "num_pages", "kv_memory_fraction", "dtype", "url_weights", "draft_model")
 
 
 @configuration(panel=MODEL)

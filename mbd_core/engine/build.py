@@ -1,5 +1,6 @@
 """An engine's parts, made of a model and a configuration; and how many KV pages fit on the device."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -7,7 +8,9 @@ import torch
 from mbd_core.decoding.blocks.adjustments import Adjustments
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer
 from mbd_core.decoding.blocks.sampling import Draw, Vocab, choose
+from mbd_core.decoding.blocks.verify_config import Verify
 from mbd_core.engine.config import EngineConfig
+from mbd_core.engine.draft_model import check_loaded_pair, draft_pair
 from mbd_core.engine.memory.adapters import ResidentAdapters
 from mbd_core.engine.memory.pages import HostPages, PagedKVCache, PagePool
 from mbd_core.engine.schedule.drafting import Drafting
@@ -42,13 +45,25 @@ def bytes_per_page(model: ModelConfig, page_size: int, dtype: torch.dtype) -> in
     return 2 * page_size * dtype.itemsize * sum(c.num_kv_heads * c.head_dim for c in heads)
 
 
-def longest_in_pages(model: ModelConfig, config: EngineConfig, page_size: int) -> int:
-    """Pages that the longest possible sequence fills, with a full buffer behind it."""
-    return -(-config.positions(model.max_positions) // page_size) + config.num_slots
+def longest_in_pages(
+    model: ModelConfig, config: EngineConfig, page_size: int, draft: ModelConfig | None = None
+) -> int:
+    """Pages that the longest possible sequence fills, with a full buffer behind it, or the blocks of a draft model."""
+    pages = -(-config.positions(model.max_positions) // page_size) + config.num_slots
+    if draft is None:
+        return pages
+    overhang = Verify().rows(draft.block_size, config.num_slots).overhang
+    return max(pages, -(-(config.positions(model.max_positions) + overhang) // page_size))
 
 
 def fit_num_pages(
-    runner: ModelRunner, config: EngineConfig, *, block_size: int, page_size: int, logits_at_once: int
+    runner: ModelRunner,
+    config: EngineConfig,
+    *,
+    block_size: int,
+    page_size: int,
+    logits_at_once: int,
+    draft: ModelConfig | None = None,
 ) -> int:
     """The number of pages, the null page included; `ValueError` where not even one sequence's block fits."""
     model, weights = runner.model.config, runner.model.model.norm.weight
@@ -66,7 +81,14 @@ def fit_num_pages(
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(weights.device)
     return pages_within(
-        free, model, config, page_size=page_size, dtype=weights.dtype, total=total, activations=activations
+        free,
+        model,
+        config,
+        page_size=page_size,
+        dtype=weights.dtype,
+        total=total,
+        activations=activations,
+        draft=draft,
     )
 
 
@@ -79,14 +101,16 @@ def pages_within(
     dtype: torch.dtype,
     total: int | None = None,
     activations: int = 0,
+    draft: ModelConfig | None = None,
 ) -> int:
     """The number of pages that fit. Raises `ValueError` as `fit_num_pages` does.
 
     free         bytes that the weights leave
     total        bytes of the GPU, None on a CPU
     activations  bytes that the largest step takes of a GPU beside weights and pages
+    draft        the draft model, whose keys lie in the same pages
     """
-    page_bytes = bytes_per_page(model, page_size, dtype)
+    page_bytes = sum(bytes_per_page(each, page_size, dtype) for each in (model, draft) if each is not None)
     if total is not None:
         # graphs keep their own temporary memory, beside the temporary memory of eager steps
         steps = 1 if config.graphs is False else 2
@@ -94,7 +118,8 @@ def pages_within(
         num_pages = budget // page_bytes
     else:
         budget = int(config.kv_memory_fraction * free / 2)
-        num_pages = min(budget // page_bytes, config.max_rows * longest_in_pages(model, config, page_size) + 1)
+        longest = longest_in_pages(model, config, page_size, draft)
+        num_pages = min(budget // page_bytes, config.max_rows * longest + 1)
     if num_pages < 2:
         raise ValueError(
             f"no KV page of {page_bytes:,} bytes fits into the {max(0, budget):,} bytes left beside the weights; "
@@ -165,27 +190,42 @@ class EngineParts:
 
 
 def build_parts(
-    model: Decoder, config: EngineConfig, *, vocab_limit: int | None, grammars: bool = False
+    model: Decoder,
+    config: EngineConfig,
+    *,
+    vocab_limit: int | None,
+    grammars: bool = False,
+    draft_model: Decoder | None = None,
 ) -> EngineParts:
     """Raises `ValueError` for a setting that cannot be honoured; it names the setting and the reason."""
+    if config.draft_model is not None and draft_model is None:
+        raise ValueError(f"draft_model={config.draft_model} cannot be honoured: this engine was given no draft model")
     c, weights = model.config, model.model.norm.weight
     block_size = _check(model, config, vocab_limit)
     page_size = config.resolve_page_size(block_size)
     on_gpu = weights.device.type == "cuda"
     logits_chunk = _logits_chunk(c.vocab_size, block_size)
-    runner = _runner(model, config, page_size)
+    draft = None if draft_model is None else draft_model.config
+    runner, draft_runner = _runner(model, config, page_size, draft), None
+    if draft_model is not None:
+        check_loaded_pair(model, draft_model, config, vocab_limit=vocab_limit)
+        draft_runner = _runner(draft_model, replace(config, max_adapters=0), page_size, draft)
     num_pages = config.num_pages or fit_num_pages(
-        runner, config, block_size=block_size, page_size=page_size, logits_at_once=logits_chunk
+        runner, config, block_size=block_size, page_size=page_size, logits_at_once=logits_chunk, draft=draft
     )
-    runner.cache = PagedKVCache(
-        c, num_pages=num_pages, page_size=page_size, dtype=weights.dtype, device=weights.device
+    runners = [each for each in (runner, draft_runner) if each is not None]
+    for each in runners:
+        each.cache = PagedKVCache(
+            each.model.config, num_pages=num_pages, page_size=page_size, dtype=weights.dtype, device=weights.device
+        )
+    state = _step_state(
+        runner, config, vocab_limit, num_pages=num_pages, logits_chunk=logits_chunk, draft_runner=draft_runner
     )
-    state = _step_state(runner, config, vocab_limit, num_pages=num_pages, logits_chunk=logits_chunk)
     static_shapes = on_gpu if config.static_shapes is None else config.static_shapes
     if config.overlap and not static_shapes:
         raise ValueError("overlap=True cannot be honoured without static_shapes=True: static steps only have it")
     obstacle = graphs_obstacle(config, runner.attention, weights.device, static_shapes=static_shapes)
-    pool = PagePool(num_pages, _host_pages(runner.cache, config, bytes_per_page(c, page_size, weights.dtype)))
+    pool = PagePool(num_pages, _host_pages([each.cache for each in runners], config))
     adapters = ResidentAdapters(c, model.shard, runner.adapters)
     return EngineParts(
         block_size=block_size,
@@ -204,12 +244,13 @@ def build_parts(
             adapters=adapters.names,
             ar_adapters=adapters.ar_names,
             grammars=grammars,
+            draft=draft,
         ),
         seating=Seating(
             _scheduler(model, config, pool, block_size=block_size, page_size=page_size),
             state.buffer,
             Ledger(config.max_rows, num_slots=config.num_slots, block_size=block_size, page_size=page_size),
-            PlannedRuns(c, runner.cache, state.vocab),
+            PlannedRuns(c, runner.cache, state.vocab, pair=None if draft is None else draft_pair(c, draft)),
             state.tables_RP,
             state.adapters_R,
         ),
@@ -229,17 +270,19 @@ def build_parts(
     )
 
 
-def _host_pages(cache: PagedKVCache, config: EngineConfig, page_bytes: int) -> HostPages | None:
+def _host_pages(caches: Sequence[PagedKVCache], config: EngineConfig) -> HostPages | None:
     """Pages in the host's memory, `None` if the configuration gives them no memory. Raises `ValueError` if the memory
     is less than a page or more than the host has free."""
     if not config.host_kv_bytes:
         return None
+    layers = [layer for cache in caches for layer in cache.layers]
+    page_bytes = sum(2 * k[0].numel() * k.element_size() for k, _ in layers)
     if config.host_kv_bytes < page_bytes:
         raise ValueError(f"host_kv_bytes={config.host_kv_bytes} holds no page, which takes {page_bytes:,} bytes")
     free = free_host_memory()
-    if config.host_kv_bytes > free and cache.k.device.type != "meta":
+    if config.host_kv_bytes > free and caches[0].k.device.type != "meta":
         raise ValueError(f"host_kv_bytes={config.host_kv_bytes} exceeds the {free:,} bytes of free host memory")
-    return HostPages(cache.layers, num_pages=config.host_kv_bytes // page_bytes)
+    return HostPages(layers, num_pages=config.host_kv_bytes // page_bytes)
 
 
 def fitting_pages(model: Decoder, config: EngineConfig) -> int:
@@ -295,10 +338,10 @@ def attention_kernel(
     )
 
 
-def _runner(model: Decoder, config: EngineConfig, page_size: int) -> ModelRunner:
+def _runner(model: Decoder, config: EngineConfig, page_size: int, draft: ModelConfig | None = None) -> ModelRunner:
     c, weights = model.config, model.model.norm.weight
     attention = attention_kernel(c, weights.device, weights.dtype, page_size, config.attention)
-    longest = longest_in_pages(c, config, page_size)
+    longest = longest_in_pages(c, config, page_size, draft)
     if config.num_pages is not None:
         longest = min(config.num_pages, longest)
     adapters = None
@@ -316,10 +359,17 @@ def _runner(model: Decoder, config: EngineConfig, page_size: int) -> ModelRunner
 
 
 def _step_state(
-    runner: ModelRunner, config: EngineConfig, vocab_limit: int | None, *, num_pages: int, logits_chunk: int
+    runner: ModelRunner,
+    config: EngineConfig,
+    vocab_limit: int | None,
+    *,
+    num_pages: int,
+    logits_chunk: int,
+    draft_runner: ModelRunner | None,
 ) -> StepState:
     c, device, page_size = runner.model.config, runner.cache.k.device, runner.cache.page_size
-    width = min(num_pages, longest_in_pages(c, config, page_size))
+    draft = None if draft_runner is None else draft_runner.model.config
+    width = min(num_pages, longest_in_pages(c, config, page_size, draft))
     longest = min(config.positions(c.max_positions), num_pages * page_size)
     return StepState(
         runner=runner,
@@ -345,6 +395,7 @@ def _step_state(
         batch_invariant=config.batch_invariant,
         logits_chunk=logits_chunk,
         adapters_R=torch.zeros(config.max_rows, dtype=torch.int64, device=device) if config.max_adapters else None,
+        draft_runner=draft_runner,
     )
 
 

@@ -248,7 +248,7 @@ class Collector:
                 )
             frame = _planned_frame(sequence, update) if sequence.request.frames else None
             piece = sequence.request.asked(decoder.answer_from(sequence.num_emitted))
-            if decoder.num_stored:
+            if not sequence.is_canvas:
                 self._seating.scheduler.extend(sequence, list(piece.tokens), decoder.num_stored)
             if not decoder.done:  # an EOS counts when its block and all blocks before are complete
                 ends = sequence.request.ends(self._eos)
@@ -323,7 +323,7 @@ def _slot_traces(
     number: int, sequence: SequenceState, update: "CanvasUpdate", num_slots: int, detail: bool
 ) -> list[StepTrace]:
     """The rows of a planned decoder's blocks, and of its empty slots."""
-    size = sequence.block_size
+    size = sequence.request.decoding.block_size
     first = (update.slots[0].start - sequence.origin) // size
     rows = []
     for n in range(num_slots):

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Annotated, Literal
 
-from mbd_core.fields import ENGINE, MOST, Flag, Ge, Gt, Le, configuration
+from mbd_core.fields import ENGINE, MODEL, MOST, Flag, Ge, Gt, Le, configuration
 
 Dtype = Literal["auto", "float32", "bfloat16", "int8"]
 """What an engine computes in. `int8`: products of int8 weights and inputs, the rest float32 (CPUs)."""
@@ -72,6 +72,9 @@ class EngineConfig:
     url_weights: Literal["cache", "stream"] = "cache"
     """Safetensors of a model at a URL. cache: downloaded once a machine, sha256 compared; stream: each rank reads its
     part by range at every start, for machines that start but once; sizes and versions are compared, no sha256."""
+    draft_model: Annotated[str | None, Flag(panel=MODEL, metavar="MODEL", opened_by="workers")] = None
+    """A smaller model of the same tokenizer, which drafts in blocks; answers are the model's own, greedy or drawn, in
+    fewer of its forwards (`verified-two-sizes`, then the default decoding). Both share each page."""
     max_adapters: Annotated[int, Ge(0), Flag(name=False)] = 0
     """LoRA adapters that can be loaded at once; 0: none, at no cost."""
     max_rank: Annotated[int, Ge(1), Flag(name=False)] = 16

@@ -56,6 +56,7 @@ class Engine:
         grammars: Grammars | None = None,
         clock: Callable[[], float] = time.perf_counter,
         ranks: Ranks | None = None,
+        draft_model: Decoder | None = None,
     ) -> None:
         """Builds the parts of an engine; raises `ValueError` for a setting that cannot be honoured.
 
@@ -63,8 +64,11 @@ class Engine:
         grammars     compiles grammars; without it requests with a grammar are refused
         clock        measures steps, in seconds
         ranks        the ranks that hold the model together, this rank included; by default this rank alone
+        draft_model  a smaller model of the same tokenizer, which drafts for requests that ask for it
         """
-        parts = build_parts(model, config, vocab_limit=vocab_limit, grammars=grammars is not None)
+        parts = build_parts(
+            model, config, vocab_limit=vocab_limit, grammars=grammars is not None, draft_model=draft_model
+        )
         self.model, self.config, self._grammars = model, config, grammars
         self.ranks: Ranks = Alone() if ranks is None else ranks
         self.block_size, self.page_size, self.num_pages = parts.block_size, parts.page_size, parts.num_pages
@@ -358,8 +362,11 @@ class Engine:
     def _give_memory_back(self) -> int:
         self._graphs.release()
         self.scheduler.weights_changed(self.weights_version)  # the weights stay, but the pages lose their content
-        cache = self.runner.cache
-        self._dormant = DormantMemory(caches=(cache.k, cache.v), weights=gpu_tensors(self.model))
+        runners = [each for each in (self.runner, self._state.draft_runner) if each is not None]
+        self._dormant = DormantMemory(
+            caches=[part for each in runners for part in (each.cache.k, each.cache.v)],
+            weights=[tensor for each in runners for tensor in gpu_tensors(each.model)],
+        )
         return self._dormant.num_bytes
 
     @on_all_ranks

@@ -134,7 +134,7 @@ class DecodingConfig:
     `block_size`, `adaptive` and `prefix_cache` must be left out."""
 
     verify: Verify | None = None
-    """Verify drafts by the same model at block size 1 (S2D2), of one block or of `buffer_size`; then all fields except
+    """Verify drafts by block size 1 (S2D2) or a larger model, of one block or of `buffer_size`; then all fields except
     these, `block_size`, `prefix_cache`, `tau_add`, `tau_semi`, `tau_m2t`, `tokens_per_step`, `sub_block`, `carry` and
     `t2t` must be left out, and with several slots the last three too."""
 
@@ -169,6 +169,8 @@ class DecodingConfig:
             raise ValueError("t2t.max_edits=0 has a meaning only with verify; give at least 1")
         if self.verify is not None:
             self._only(VERIFY_FIELDS, "verify")
+            if self.verify.draft_model:
+                self._only(set(VERIFY_FIELDS) - set(OF_ONE_SLOT), "verify.draft_model")
             if self.verify.exact:
                 self._only(set(VERIFY_FIELDS) - set(REPLACED_BY_EXACT), "verify.exact")
             if self.buffer_size > 1:
@@ -258,7 +260,8 @@ class DecodingConfig:
     def planned(self) -> PlannedRows | None:
         """How its requests lie in the cache, if a decoder plans their rows behind a stored prefix."""
         if self.verify is not None:
-            return replace(self.verify.rows(self.block_size, self.buffer_size), seeds=int(self.carry))
+            rows = self.verify.rows(self.block_size, self.buffer_size)
+            return replace(rows, seeds=1) if self.carry else rows
         part = self.renoise or self.causal
         return None if part is None else part.rows(self.block_size)
 

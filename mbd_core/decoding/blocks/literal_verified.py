@@ -1,9 +1,9 @@
 """Verified MultiBD on Python lists: slow and literal, the specification of `decoding/causal/verified.py`.
 
 `draft` is the model that sees blocks: of the committed tokens and the resident blocks it returns a token and a
-confidence for every mask. `judge` is the same model at block size 1: whether it accepts a drafted token behind a text,
-and the token that it puts instead. Both are told the number of the forward, by which noise may be drawn: with one slot
-of the block's forwards, otherwise of the answer's.
+confidence for every mask. `judge` is the same model at block size 1, or a larger one: whether it accepts a drafted
+token behind a text, and the token that it puts instead. Both are told the number of the forward, by which noise may be
+drawn: with one slot of the block's forwards, otherwise of the answer's.
 
 Each forward of drafts is one of Algorithm 4. Then one verification judges the first run of each active block's masks,
 in order, behind all that stands before it with every mask as its draft:
@@ -13,7 +13,9 @@ in order, behind all that stands before it with every mask as its draft:
 - behind a refusal, later blocks keep what was accepted given the drafts before them, and nothing of the judge's;
 - if the answer is to be exact, they keep nothing: its tokens are then those of block size 1, from left to right.
 
-A verification that accepts the drafts of a block to its end has stored it, if keys are stored in order (exact).
+A verification that accepts the drafts of a block to its end has stored it, if keys are stored in order (exact). With
+two models (`Verify.draft_model`) a decided block leaves at once: its row goes with the next draft, and the next
+judgement.
 """
 
 import itertools
@@ -81,6 +83,8 @@ def verified_multibd(
         if run.finish_reason is not None or not any(pair.is_judged for pair in drafted_blocks):
             continue
         num_whole = _judge(decoding, drafted_blocks, judge, run.num_forwards - begun)
+        if rule.draft_model:
+            num_whole = next((n for n, block in enumerate(running_set) if block.masks), len(running_set))
         for _ in range(num_whole if rule.exact else 0):
             decoding.commit(running_set.pop(0))
         _settle(decoding, running_set)

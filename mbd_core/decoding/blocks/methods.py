@@ -38,6 +38,7 @@ METHODS: dict[str, MethodFields] = {
     # drafts that the same model verifies at block size 1 (S2D2): its settings for SDAR, Fast-dLLM v2 and LLaDA2.1
     "verified": {"tau_m2t": 0.85, "verify": {}},
     "verified-exact": {"verify": {"exact": True, "store": "causal", "lead": "causal"}},
+    "verified-two-sizes": {"verify": {"exact": True, "store": "causal", "lead": "causal", "draft_model": True}},
     "s2d2-sdar-b4": {"tau_m2t": 0.85, "verify": {"route": "score", "store": "causal", "lead": "causal"}},
     "s2d2-sdar-b16": {"tau_m2t": 0.85, "verify": {"store": "causal", "lead": "causal"}},
     "s2d2-fast-4": {"tau_m2t": 0.9, "sub_block": 4, "carry": True, "verify": _S2D2_HYSTERESIS},

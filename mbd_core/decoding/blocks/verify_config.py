@@ -1,8 +1,9 @@
-"""How a block model verifies its own drafts: when a draft is verified, what counts as agreement, and how keys are
+"""How drafts of a block model are verified: when a draft is verified, what counts as agreement, and how keys are
 stored (S2D2, arXiv 2603.25702).
 
 A block-diffusion model at block size 1 is autoregressive. So the same weights that draft a block without order can
-judge the draft token by token, in one forward more.
+judge the draft token by token, in one forward more. Or a small model drafts, and a large one judges (SimSD, arXiv
+2606.02544).
 """
 
 from typing import Annotated, Literal
@@ -16,7 +17,7 @@ VerifyOrder = Literal["block", "causal"]
 
 @configuration()
 class Verify:
-    """Self-verification of drafts. Raises `ValueError` for a field without effect."""
+    """Verification of drafts. Raises `ValueError` for a field without effect."""
 
     route: Route = "span"
     """When a forward's draft is verified. span: if its first run of masks has at least min_span positions. score: if
@@ -50,6 +51,9 @@ class Verify:
     exact: bool = False
     """The answer is that of the same model at block size 1: greedy, token by token; drawn, in distribution. Every
     draft is verified, and a greedy one counts as far as its tokens are the likeliest. Needs store=causal."""
+    draft_model: bool = False
+    """The engine's draft model drafts, in blocks of its own size; the model judges, by its autoregressive mode if it
+    has one, else at block size 1. Needs exact."""
 
     def __post_init__(self) -> None:
         for name, routes in _HAS_EFFECT.items():
@@ -69,6 +73,8 @@ class Verify:
             )
         if self.lead == "causal" and self.store != "causal":
             raise ValueError("verify.lead='causal' needs tokens that are stored so; let verify.store be causal too")
+        if self.draft_model and not self.exact:
+            raise ValueError("verify.draft_model=True needs verify.exact=True and verify.store='causal'; add them")
         if self.exact:
             self._check_exact()
 
@@ -87,10 +93,11 @@ class Verify:
 
     def rows(self, block_size: int, buffer_size: int) -> PlannedRows:
         """How its requests lie in the cache: behind the blocks lie the keys of second copies of them, while they are
-        verified."""
+        verified. With a draft model, before them may lie as many blocks that one of the two has not stored yet."""
         return PlannedRows(
-            longest=2 * buffer_size * block_size,
+            longest=(3 * buffer_size + 1 if self.draft_model else 2 * buffer_size) * block_size,
             overhang=(buffer_size + 1) * block_size - 1,
+            seeds=int(self.draft_model),
             store=None if self.store == "causal" else block_size,
             grid=block_size,
         )

@@ -72,6 +72,7 @@ class Query:
                In a causal row each token sees the keys before its position, and itself; otherwise all tokens see the
                keys before the row's first position, and the row
     drafts     the row is of the request's draft adapter, if it has one
+    by_draft_model  the row is the engine's draft model's, which has keys of its own
     denoises   its tokens are drawn, and the model denoises them (`models/gemma.py`), conditioned on the embeddings
                `expected` (Q, D), on the device; `None`: on nothing
     """
@@ -85,6 +86,7 @@ class Query:
     causal: bool = False
     gap: int = 0
     drafts: bool = False
+    by_draft_model: bool = False
     denoises: bool = False
     expected: Tensor | None = None
 

@@ -5,6 +5,7 @@ from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.canvas.canvas_decoder import canvas_decoder
 from mbd_core.decoding.canvas.plan import PlannedDecoder
 from mbd_core.decoding.causal.denoised import BlockDecoder
+from mbd_core.decoding.causal.drafted import DraftedDecoder, DraftPair
 from mbd_core.decoding.causal.guided_verified import GuidedVerifyingDecoder
 from mbd_core.decoding.causal.next_token import TokenDecoder
 from mbd_core.decoding.causal.renoise import RenoisingDecoder
@@ -19,17 +20,21 @@ def planned_decoder(
     vocab: Vocab,
     shift: bool,
     guide: GuideState | None = None,
+    pair: DraftPair | None = None,
 ) -> PlannedDecoder:
     """The decoder of one request, whose decoding names a canvas or a method behind a prefix.
 
     `eos_token_ids` are the model's. `shift`: its logits predict the next position. `guide` is the request's, if it has
-    a grammar. Raises the `ValueError` of `check_canvas`.
+    a grammar; `pair` is of an engine with a draft model. Raises the `ValueError` of `check_canvas`.
     """
     decoding = request.decoding
     if decoding.causal is not None:
         if decoding.causal.method == "dlm":
             return BlockDecoder(request, eos_token_ids=eos_token_ids, vocab=vocab)
         return TokenDecoder(request, eos_token_ids=eos_token_ids, vocab=vocab, guide=guide)
+    if decoding.verify is not None and decoding.verify.draft_model:
+        assert pair is not None and guide is None, "admission refuses it"
+        return DraftedDecoder(request, eos_token_ids=eos_token_ids, vocab=vocab, pair=pair)
     if decoding.verify is not None and guide is not None:
         return GuidedVerifyingDecoder(request, eos_token_ids=eos_token_ids, vocab=vocab, guide=guide)
     if decoding.verify is not None:

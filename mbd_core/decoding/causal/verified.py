@@ -282,6 +282,16 @@ class VerifyingDecoder(PrefixDecoder):
 
     # -- the blocks --------------------------------------------------------------------------------------------------
 
+    @property
+    def _front(self) -> int:
+        """Where the first resident block begins, or would begin."""
+        return self.num_stored
+
+    @property
+    def _mask_token_id(self) -> int:
+        """The mask of the model that drafts."""
+        return self._vocab.mask_token_id
+
     def _number_stored(
         self,
         finals: Sequence[bool],
@@ -329,7 +339,7 @@ class VerifyingDecoder(PrefixDecoder):
     def _activate(self, seed: list[int], log_probs: list[float]) -> None:
         """Begins the next block if it may begin (Alg. 4 line 5): known tokens that are not stored, the seed, masks up
         to the answer's end and beyond."""
-        start = self.num_stored + len(self._blocks) * self._size
+        start = self._front + len(self._blocks) * self._size
         active = [block for block in self._blocks if not block.is_final]
         if (
             len(self._blocks) == self._decoding.buffer_size
@@ -346,7 +356,7 @@ class VerifyingDecoder(PrefixDecoder):
             stop=min(self._size, self._end - start),
             log_probs=log_probs,
             size=self._size,
-            mask=self._vocab.mask_token_id,
+            mask=self._mask_token_id,
             num_forwards=self.num_forwards,
         )
         self._blocks.append(block)

@@ -304,10 +304,10 @@ class Scheduler:
             chain.append(page_hash(parent, sequence.tokens[index * size : (index + 1) * size]))
 
     def _root(self, sequence: SequenceState) -> bytes:
-        """The root of its chain: keys depend on the weights, the adapter and the order of rows, not on tokens
-        alone."""
+        """The root of its chain: keys depend on the models, their weights, the adapter and the order of rows, not on
+        tokens alone."""
         adapter = 0 if sequence.adapter is None else sequence.adapter.serial
-        order = "" if sequence.store is not None else " causal"
+        order = "" if sequence.store is not None else " causal drafted" if sequence.is_drafted else " causal"
         return chain_root(f"{self._namespace} weights {self._weights_version} adapter {adapter}{order}")
 
     def may_swap(self, mode: SwapMode) -> bool:

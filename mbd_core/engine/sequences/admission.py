@@ -74,6 +74,7 @@ class Admission:
                    the engine
     ar_adapters    names of the adapters with which the model has an autoregressive mode
     grammars       whether the engine can compile grammars
+    draft          the engine's draft model, if it has one
     """
 
     def __init__(
@@ -89,7 +90,9 @@ class Admission:
         adapters: Set[str] = frozenset(),
         ar_adapters: Set[str] = frozenset(),
         grammars: bool = False,
+        draft: ModelConfig | None = None,
     ) -> None:
+        self._draft = draft
         self._adapters: Set[str] | None = adapters
         self._ar_adapters = ar_adapters
         self.max_positions = max_positions
@@ -127,12 +130,20 @@ class Admission:
             candidate = replace(request, max_tokens=max_tokens)
             return pages_needed(candidate, block_size=self._block_size, page_size=self._page_size)
 
+        request = self._in_draft_blocks(request)
         canvas, preferred = request.decoding.canvas, request.max_tokens
         limit = bisect_right(range(1, self.room(len(request.prompt)) + 1), self._num_pages, key=pages)
         number = (
             min(preferred, limit) if canvas is None else canvas_max_tokens(canvas, preferred=preferred, most=limit)
         )
         return max(1, number)
+
+    def _in_draft_blocks(self, request: Request) -> Request:
+        """The request with the blocks of the draft model, if that drafts for it."""
+        verify = request.decoding.verify
+        if self._draft is None or verify is None or not verify.draft_model:
+            return request
+        return replace(request, decoding=replace(request.decoding, block_size=self._draft.block_size))
 
     def _what_fits(self, request: Request) -> str:
         number = self.default_max_tokens(request)
@@ -144,6 +155,7 @@ class Admission:
 
     def check(self, request: Request) -> AdmittedRequest:
         """Raises `RequestRefused` for a request that this engine can never serve; it names the value and a remedy."""
+        request = self._in_draft_blocks(request)
         self._check_prompt(request)
         self.check_adapter(request)
         self._check_method(request)
@@ -357,6 +369,25 @@ class Admission:
     def _check_verify(self, request: Request) -> None:
         decoding, model = request.decoding, self._model
         self._check_prefix_cache(decoding)
+        if decoding.buffer_size > self._buffer_size:
+            raise ValueError(f"buffer_size={decoding.buffer_size} exceeds this engine's {self._buffer_size} slots")
+        if request.adjusts:
+            raise ValueError(
+                "verify takes no logit_bias, penalty, min_p or min_tokens yet: drafts and judgements are compared by "
+                "the model's own probabilities; leave them out"
+            )
+        assert decoding.verify is not None
+        if decoding.verify.draft_model:
+            if self._draft is None:
+                raise ValueError("verify.draft_model needs an engine that was started with a draft model")
+            if request.adapter is not None:
+                raise ValueError("verify.draft_model cannot be had with an adapter yet; leave one of them out")
+            if request.grammar is not None:
+                raise ValueError(
+                    'verify.draft_model follows no grammar yet; decode with {"causal": {"method": "ar"}} where the '
+                    "model has that mode"
+                )
+            return
         if model.attention != "block_causal" or not model.has_mask:
             instead = " or ".join(model.prefix_methods) or "a canvas"
             raise ValueError(
@@ -370,18 +401,11 @@ class Admission:
             )
         if decoding.block_size != self._block_size:
             raise ValueError(f"block_size={decoding.block_size} differs from the model's {self._block_size}")
-        if decoding.buffer_size > self._buffer_size:
-            raise ValueError(f"buffer_size={decoding.buffer_size} exceeds this engine's {self._buffer_size} slots")
         if decoding.carry != model.shift_logits:
             predicts = "the next position" if model.shift_logits else "their own"
             raise ValueError(
                 f"carry={decoding.carry} cannot be had with verify here: {model.architecture}'s logits predict "
                 f"{predicts}; let carry be {model.shift_logits}"
-            )
-        if request.adjusts:
-            raise ValueError(
-                "verify takes no logit_bias, penalty, min_p or min_tokens yet: drafts and judgements are compared by "
-                "the model's own probabilities; leave them out"
             )
 
     def _check_causal(self, request: Request, causal: Causal) -> None:

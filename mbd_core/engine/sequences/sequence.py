@@ -156,6 +156,12 @@ class SequenceState:
         self.frame_log = FrameLog(request, self.block_size) if request.frames else None
 
     @property
+    def is_drafted(self) -> bool:
+        """Whether the engine's draft model drafts for it, which has keys in its pages too."""
+        verify = self.request.decoding.verify
+        return verify is not None and verify.draft_model
+
+    @property
     def num_emitted(self) -> int:
         """Useful tokens that were handed out, tokens committed by an earlier engine included."""
         return len(self.request.committed) + len(self.answer)

@@ -10,7 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from mbd_core.decoding.answers.piece import MAX_TOPS
 from mbd_core.decoding.blocks.acceptance import Prediction, predict
@@ -60,6 +62,8 @@ def decode_step(
 def store_step(state: "StepState", rows: StepRows) -> Tensor | list[Any] | None:
     """A forward in which no block is decoded: prompt chunks are stored, and planned rows are read
     (`StepState.planned`)."""
+    if not rows.groups:  # the draft model alone has rows
+        return state.with_drafts(rows, None)
     batch, hidden_AD = state.forward(rows)
     state.runner.remember_prompts(rows.prompt_ends)
     return state.planned(rows, batch, hidden_AD)
@@ -73,6 +77,7 @@ class StepState:
     vocab         for decisions of one rank alone; `shared_vocab` is for decisions of all ranks together
     adapters_R    the slot of its LoRA adapter, 0 for none; `None` in an engine that loads no adapters
     logits_chunk  positions whose logits are held at once
+    draft_runner  the draft model, if the engine has one; its keys lie in the same pages of a cache of its own
     """
 
     runner: ModelRunner
@@ -84,6 +89,7 @@ class StepState:
     batch_invariant: bool
     logits_chunk: int
     adapters_R: Tensor | None = None
+    draft_runner: ModelRunner | None = None
 
     def forward(self, rows: StepRows) -> tuple[Batch, Tensor]:
         """The packed rows and the hidden states (A, D) of their asked positions."""
@@ -123,8 +129,33 @@ class StepState:
         """The logits (A, V) of the planned rows, which stand last, or their decoders' own readings; `None` without
         planned rows."""
         if rows.planned_asked is None:
-            return None
+            return self.with_drafts(rows, None)
         own_AD = hidden_AD[rows.num_asked :]
         if rows.read_planned is not None:
             return rows.read_planned(own_AD, self.runner, apart=batch.split is not None)
-        return self.runner.logits(own_AD, split=None if batch.split is None else rows.planned_asked)
+        own_AV = self.runner.logits(own_AD, split=None if batch.split is None else rows.planned_asked)
+        return self.with_drafts(rows, own_AV)
+
+    def with_drafts(self, rows: StepRows, own_AV: Tensor | None) -> Tensor | None:
+        """The draft model's forward, if it has rows: the logits of all planned rows in their order, where `own_AV` are
+        the large model's. The draft model's have its vocabulary's width, and its mask is never the likeliest."""
+        if rows.drafts is None:
+            return own_AV
+        runner, drafts = self.draft_runner, rows.drafts
+        assert runner is not None, "admission refuses drafts without a draft model"
+        batch = pack(drafts.groups, page_size=self.page_size, batch_invariant=self.batch_invariant)
+        hidden_AD = runner.forward(batch)
+        if not drafts.asked:  # prompts alone
+            return own_AV
+        draft_AV = runner.logits(hidden_AD, split=None if batch.split is None else drafts.asked)
+        draft_AV[:, runner.model.config.mask_token_id] = -torch.inf
+        width = self.runner.model.config.vocab_size
+        draft_AV = F.pad(draft_AV[:, :width], (0, max(0, width - draft_AV.shape[1])), value=-torch.inf)
+        if own_AV is None:
+            return draft_AV
+        of_drafts, own = (
+            logits_AV.split([n for n, by in drafts.by_model if by is of])
+            for of, logits_AV in ((True, draft_AV), (False, own_AV))
+        )
+        parts = {True: iter(of_drafts), False: iter(own)}
+        return torch.cat([next(parts[by_draft_model]) for _, by_draft_model in drafts.by_model])

@@ -24,6 +24,7 @@ from mbd_core.decoding.canvas.plan import (
     ReadingDecoder,
 )
 from mbd_core.decoding.canvas.unmasking import guess
+from mbd_core.decoding.causal.drafted import DraftedDecoder, DraftPair
 from mbd_core.decoding.causal.planned import planned_decoder
 from mbd_core.decoding.grammar.closings import Search
 from mbd_core.decoding.grammar.guide import Guide
@@ -69,8 +70,11 @@ class PlannedRun:
 class PlannedRuns:
     """All requests with planned rows that hold a batch row."""
 
-    def __init__(self, config: ModelConfig, cache: PagedKVCache, vocab: Vocab) -> None:
-        self._config, self._cache = config, cache
+    def __init__(
+        self, config: ModelConfig, cache: PagedKVCache, vocab: Vocab, *, pair: DraftPair | None = None
+    ) -> None:
+        """`pair` is of an engine with a draft model."""
+        self._config, self._cache, self._pair = config, cache, pair
         self._vocab = vocab
         self._runs: dict[int, PlannedRun] = {}
 
@@ -83,7 +87,10 @@ class PlannedRuns:
             vocab=self._vocab,
             shift=self._config.shift_logits,
             guide=sequence.guide,
+            pair=self._pair,
         )
+        if isinstance(decoder, DraftedDecoder):
+            decoder.forget_keys()
         sequence.decoder = None if sequence.is_canvas else decoder
         self._runs[sequence.row] = PlannedRun(sequence, decoder, self._cache.k.device)
         sequence.seated = True
@@ -118,28 +125,37 @@ class PlannedRuns:
     def rows(self, *, num_before: int, adapts: bool = False) -> BatchRows | None:
         """The rows of every request in the next forward, behind `num_before` packed tokens of other requests; `None`
         without requests. Copies between lanes are made at once. `adapts`: some row has a LoRA adapter."""
-        if not self._runs:
+        for run in self._runs.values():
+            run.plan = run.decoder.plan()
+            run.num_positions = run.plan.num_positions
+            for source, target in run.plan.copies:
+                self._cache.copy_pages(run.lanes_LP[source], run.lanes_LP[target])
+        return self._packed(by_draft_model=False, num_before=num_before, adapts=adapts)
+
+    def draft_rows(self, *, num_before: int) -> BatchRows | None:
+        """The draft model's rows of the forward that `rows` has planned."""
+        return self._packed(by_draft_model=True, num_before=num_before)
+
+    def _packed(self, *, by_draft_model: bool, num_before: int, adapts: bool = False) -> BatchRows | None:
+        pairs = [(run, q) for run in self._runs.values() for q in run.plan.queries]
+        queries = [(run, q) for run, q in pairs if q.by_draft_model is by_draft_model]
+        if not queries:
             return None
         device = self._cache.k.device
         tokens, positions, lengths, kv_lens, pages, logits_at = [], [], [], [], [], []
         causal, gaps, slots = [], [], []
         places = np.arange(max(run.decoder.length for run in self._runs.values()))
-        for run in self._runs.values():
-            run.plan, run.num_positions = run.decoder.plan(), 0
-            for source, target in run.plan.copies:
-                self._cache.copy_pages(run.lanes_LP[source], run.lanes_LP[target])
-            for q in run.plan.queries:
-                tokens.append(q.tokens)
-                positions.append(places[q.start - q.gap : q.stop - q.gap])
-                lengths.append(q.stop - q.start)
-                kv_lens.append(run.decoder.length if q.num_keys is None else q.num_keys)
-                pages.append(run.lanes_LP[q.lane])
-                logits_at.append(q.logits_at.numpy() + (num_before - q.start))
-                causal.append(q.causal and lengths[-1] > 1)
-                gaps.append(q.gap)
-                slots.append(run.sequence.adapter_slot(drafts=q.drafts))
-                num_before += lengths[-1]
-                run.num_positions += lengths[-1]
+        for run, q in queries:
+            tokens.append(q.tokens)
+            positions.append(places[q.start - q.gap : q.stop - q.gap])
+            lengths.append(q.stop - q.start)
+            kv_lens.append(run.decoder.length if q.num_keys is None else q.num_keys)
+            pages.append(run.lanes_LP[q.lane])
+            logits_at.append(q.logits_at.numpy() + (num_before - q.start))
+            causal.append(q.causal and lengths[-1] > 1)
+            gaps.append(q.gap)
+            slots.append(run.sequence.adapter_slot(drafts=q.drafts))
+            num_before += lengths[-1]
         width = max(len(p) for p in pages)
         return BatchRows(
             tokens_T=torch.cat(tokens).to(device),
@@ -212,15 +228,19 @@ class PlannedRuns:
         """Positions asked for in each row of the forward."""
         return [q.logits_at.numel() for run in self._runs.values() for q in run.plan.queries]
 
-    @property
-    def num_alike(self) -> list[int]:
-        """Group sizes for batch-invariant logits: a whole row, or single positions of a causal row."""
+    def num_alike(self, *, by_draft_model: bool = False) -> list[int]:
+        """Group sizes for batch-invariant logits of one model: a whole row, or single positions of a causal row."""
         sizes: list[int] = []
-        for run in self._runs.values():
-            for q in run.plan.queries:
-                number = q.logits_at.numel()
+        for q in (q for run in self._runs.values() for q in run.plan.queries):
+            number = q.logits_at.numel()
+            if q.by_draft_model is by_draft_model:
                 sizes += [1] * number if q.causal and number else [number]
         return sizes
+
+    @property
+    def num_by_model(self) -> list[tuple[int, bool]]:
+        """Positions asked for in each row, and whether the row is the draft model's."""
+        return [(q.logits_at.numel(), q.by_draft_model) for run in self._runs.values() for q in run.plan.queries]
 
     @property
     def running(self) -> Sequence[PlannedRun]:

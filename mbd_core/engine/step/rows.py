@@ -31,6 +31,19 @@ class SlotLayout:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DraftRows:
+    """The draft model's rows in a step: prompt chunks, drafts, or both.
+
+    asked     positions with logits, in parts that are computed together
+    by_model  of each planned row of the step, in order: its positions with logits, and whether it is in `groups`
+    """
+
+    groups: list[BatchRows]
+    asked: list[int]
+    by_model: list[tuple[int, bool]]
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepRows:
     """The rows of one forward, group behind group: prompt chunks, slots, planned rows.
 
@@ -42,6 +55,7 @@ class StepRows:
     planned_asked  sizes of the groups of planned positions whose logits are computed together; these positions stand
                    behind the slots' positions. `None` without planned rows
     read_planned   `PlannedRuns.read` if the decoders of planned rows read the logits themselves
+    drafts         the rows that go through the draft model, if there are any
     """
 
     groups: list[BatchRows]
@@ -51,6 +65,7 @@ class StepRows:
     prompt_ends: list[tuple[int, int]] = field(default_factory=list)
     planned_asked: list[int] | None = None
     read_planned: Callable[..., list[Any]] | None = None
+    drafts: DraftRows | None = None
 
 
 def packed_rows(
@@ -80,9 +95,23 @@ def packed_rows(
         slots,
         groups=[*prompts, *slots.groups, *([] if planned_rows is None else [planned_rows])],
         prompt_ends=ends,
-        planned_asked=None if planned_rows is None else planned.num_alike,
+        planned_asked=None if planned_rows is None else planned.num_alike(),
         read_planned=planned.read if planned.reads else None,
+        drafts=_draft_rows(tables_RP, chunks, planned, block_size=block_size),
     )
+
+
+def _draft_rows(
+    tables_RP: Tensor, chunks: Sequence[PrefillChunk], planned: PlannedRuns, *, block_size: int
+) -> DraftRows | None:
+    """Prompt chunks of the requests for which the draft model drafts, and its drafts."""
+    own = [chunk for chunk in chunks if chunk.sequence.is_drafted]
+    prompts = [prompt_rows(own, tables_RP, block_size=block_size)] if own else []
+    drafts = planned.draft_rows(num_before=sum(c.stop - c.start for c in own))
+    groups = [*prompts, *([] if drafts is None else [drafts])]
+    if not groups:
+        return None
+    return DraftRows(groups=groups, asked=planned.num_alike(by_draft_model=True), by_model=planned.num_by_model)
 
 
 def prompt_rows(

@@ -168,6 +168,10 @@ def _model_variants(model: SweptModel, inputs: SweepInputs, names: Sequence[str]
             raise ValueError(
                 f"method '{variant.method}' needs a model with full attention; '{model.name}' has {config.attention}"
             )
+        if variant.decoding.verify is not None and variant.decoding.verify.draft_model:
+            if inputs.options.engine.draft_model is None:
+                raise ValueError(f"method '{variant.method}' needs a model that drafts: name it by --draft-model")
+            continue
         if variant.decoding.verify is not None and config.attention == "full":
             raise ValueError(
                 f"method '{variant.method}' needs a model that attends in blocks; '{model.name}' attends in full"

@@ -107,6 +107,7 @@ def plan_of(sweep: Sweep, rows: Sequence[PlannedRow]) -> dict[str, Any]:
         **{name: getattr(sweep.engine, name) for name in ENGINE_SIZES},
         "tensor_parallel": sweep.tensor_parallel,
         **({} if sweep.engine.dtype == "auto" else {"dtype": sweep.engine.dtype}),
+        **({} if sweep.engine.draft_model is None else {"draft_model": sweep.engine.draft_model}),
         "rows": ROWS,
         "versions": {name: version(name) for name in VERSIONS},
     }
@@ -178,7 +179,13 @@ def _differences(old_plan: Mapping[str, Any], new_plan: Mapping[str, Any]) -> It
     else:
         for name, task in new_plan["tasks"].items():
             yield from _other_problems(name, old_plan["tasks"][name], task)
-    for name, unsaid in (("samples", 1), ("temperature", 0.0), ("top_p", 1.0), ("dtype", "auto")):
+    for name, unsaid in (
+        ("samples", 1),
+        ("temperature", 0.0),
+        ("top_p", 1.0),
+        ("dtype", "auto"),
+        ("draft_model", None),
+    ):
         if old_plan.get(name, unsaid) != new_plan.get(name, unsaid):
             yield f"its {name} is {old_plan.get(name, unsaid)}, not {new_plan.get(name, unsaid)}"
     for name in ("seed", *ENGINE_SIZES, "tensor_parallel"):

@@ -64,8 +64,11 @@ class EndpointArgs:
         from mbd_core.checkpoint.block_experts import check_blocks
         from mbd_core.checkpoint.folder import read_folder
         from mbd_core.ops.attention.choice import KERNELS
+        from mbd_core.serving.tokens.draft_folder import check_draft_folder, read_draft
 
         folder = read_folder(model_folder(self.model).resolve())
+        if (draft := read_draft(self.engine)) is not None:
+            check_draft_folder(folder, draft, self.engine, tensor_parallel=self.tensor_parallel)
         engine = _check_decoding(folder, self.engine)
         engine.positions(folder.config.max_positions)
         self.sampling(folder.defaults)
@@ -87,6 +90,8 @@ class EndpointArgs:
             check_blocks(folder.path, num_ranks=self.tensor_parallel)
         if self.trace is not None and self.trace.exists() and not self.trace.is_dir():
             raise ValueError(f"trace={self.trace} is a file, not a folder")
+        if draft is not None:
+            engine = replace(engine, draft_model=str(draft.path))
         trace = None if self.trace is None else self.trace.resolve()
         return replace(self, model=str(folder.path), name=self.name or folder.path.name, engine=engine, trace=trace)
 

@@ -18,6 +18,7 @@ from mbd_core.engine.parallel.leader import ParallelEngine, start_parallel
 from mbd_core.models.model_config import Fp8Parts, ModelConfig
 from mbd_core.models.quantize import is_int8, quantized_parts
 from mbd_core.ops.machine import computes_bfloat16
+from mbd_core.serving.tokens.draft_folder import check_draft_folder, drafted_defaults, read_draft
 from mbd_core.trace.recorder import TraceRecorder
 
 
@@ -90,7 +91,9 @@ def load_engine(
     tensor_parallel  number of ranks, each a process: rank r on GPU r, or all on the CPU
     adapters         the folders of LoRA adapters to load, by name; `config.max_adapters` must leave room for them
     """
-    contents = read_folder(folder)
+    contents, draft = read_folder(folder), read_draft(config)
+    if draft is not None:
+        check_draft_folder(contents, draft, config, tensor_parallel=tensor_parallel)
     config = slots_chosen(contents, config)
     device = device or default_device()
     dtype = engine_dtype(config.dtype, contents, device)
@@ -118,6 +121,7 @@ def load_engine(
             trace=trace,
             vocab_limit=len(contents.tokenizer),
             grammars=grammars,
+            draft_model=None if draft is None else load_model(draft.path, dtype=dtype, device=device),
         )
     try:
         for name, adapter in (adapters or {}).items():
@@ -152,7 +156,11 @@ def default_device() -> torch.device:
 
 
 def decoding_defaults(folder: ModelFolder, config: EngineConfig) -> dict[str, Any]:
-    """The folder's `generation_config.json`, with the engine's block size for a model that was trained without one."""
+    """The folder's `generation_config.json`, with the engine's block size for a model that was trained without one;
+    or with the decoding by two models, if one drafts."""
+    draft = read_draft(config)
+    if draft is not None:
+        return drafted_defaults(folder.defaults, draft)
     if config.block_size is None or folder.config.attention != "full":
         return folder.defaults
     return {**folder.defaults, "block_size": config.block_size}

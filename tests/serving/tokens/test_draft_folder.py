@@ -1,0 +1,81 @@
+"""A folder whose model drafts for another's: what fits is loaded and decodes, what does not is one sentence."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mbd_core.checkpoint.config import load_config
+from mbd_core.checkpoint.saving import save_model
+from mbd_core.checkpoint.tokenizer import load_tokenizer
+from mbd_core.decoding.blocks.request import Request
+from mbd_core.engine.config import EngineConfig
+from mbd_core.models.decoder import Decoder, init_weights
+from mbd_core.models.model_config import NO_MASK
+from mbd_core.serving.tokens.endpoint_args import EndpointArgs
+from mbd_core.serving.tokens.load import load_engine
+from mbd_core.tasks.tiny_tokenizer import train_tokenizer
+
+SMALL = EngineConfig(max_rows=2, num_pages=40)
+
+
+@pytest.fixture
+def large(tiny_model_dir: Path, tmp_path: Path) -> Path:
+    """An autoregressive model, wider than the one that drafts."""
+    small = load_config(tiny_model_dir)
+    config = replace(
+        small,
+        architecture="Qwen3ForCausalLM",
+        attention="causal",
+        mask_token_id=NO_MASK,
+        block_size=1,
+        hidden_size=96,
+        num_layers=3,
+    )
+    model = Decoder(config)
+    init_weights(model, seed=1, std=0.2)
+    save_model(tmp_path / "large", model, tokenizer=load_tokenizer(tiny_model_dir, small))
+    return tmp_path / "large"
+
+
+def test_two_folders_decode_as_the_large_one(large: Path, tiny_model_dir: Path) -> None:
+    """Without decoding fields, in the draft model's slots; slots alone change their number."""
+    sizes = replace(SMALL, draft_model=str(tiny_model_dir))
+    with load_engine(large, sizes) as loaded:
+        default, one = loaded.decoding({}), loaded.decoding({"buffer_size": 1})
+        assert default.verify is not None and default.verify.draft_model and default.buffer_size == 4
+        assert one == replace(default, buffer_size=1)
+        decodings = [default, one, loaded.decoding({"causal": {"method": "ar"}})]
+        outputs = [
+            loaded.engine.generate([Request(request_id="r", prompt=(9, 9), max_tokens=30, decoding=decoding)])[0]
+            for decoding in decodings
+        ]
+    assert len({output.tokens for output in outputs}) == 1
+    assert outputs[0].counts.num_drafted_tokens > 0 and not outputs[2].counts.num_drafted_tokens
+
+
+def test_a_replica_names_the_folder_of_its_draft_model(
+    large: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tiny_model_dir.parent)
+    args = EndpointArgs(model=str(large), engine=replace(SMALL, draft_model=f"./{tiny_model_dir.name}")).checked()
+    assert args.engine.draft_model == str(tiny_model_dir.resolve()) and args.engine.buffer_size == 4
+
+
+def test_what_does_not_fit_is_one_sentence(large: Path, tiny_model_dir: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    model = Decoder(load_config(tiny_model_dir))
+    init_weights(model, seed=0, std=0.2)
+    save_model(other, model, tokenizer=train_tokenizer(["ten other words"] * 9, vocab_size=300))
+    for draft, ranks, message in (
+        (other, 1, "give two models of one tokenizer"),
+        (large, 1, "give a model that fills masks in blocks"),
+        (tiny_model_dir, 2, "tensor_parallel=2"),
+        (tmp_path / "nothing", 1, "unknown model"),
+    ):
+        engine = replace(SMALL, draft_model=str(draft))
+        with pytest.raises(ValueError, match=message) as refused:
+            load_engine(large, engine, tensor_parallel=ranks)
+        with pytest.raises(ValueError, match=message):
+            EndpointArgs(model=str(large), engine=engine, tensor_parallel=ranks).checked()
+        assert "\n" not in str(refused.value)
