@@ -35,11 +35,17 @@ def write_task_files(
     """Writes the files of every task into `folder`. Returns each task's harness flags by its name.
 
     `home` is the folder's final path; the files use it to name each other. Raises `ValueError` if the recipe lacks a
-    task, or if examples are missing, malformed, too few, or given to a task that takes none.
+    task, if a task asks for calls of functions, or if examples are missing, malformed, too few, or given to a task
+    that takes none.
     """
     flags: dict[str, str] = {}
     for problem_set in problem_sets:
         task, prompt = problem_set.task, recipe.task_prompt(problem_set.task.name)
+        if task.asks_calls:
+            raise ValueError(
+                f"task '{task.name}' asks for calls of functions, which lm-evaluation-harness does not read out of an "
+                "answer: ask it by mbd sweep"
+            )
         shots = examples_of(task, recipe, examples.get(task.name))
         name = task_name(recipe, task.name)
         files = {"test": f"{name}.problems.jsonl"}

@@ -92,6 +92,7 @@ def test_a_zero_shot_task_has_no_examples_and_a_generated_one_no_file(data: Path
         (["--tasks", "gsm8k"], "task 'gsm8k' needs its problems' file"),
         (["--tasks", "gsm-mini", "--recipe", "x"], "unknown recipe 'x'; known: own"),
         (["--tasks", "gsm8k", "--data", "test.jsonl", "--recipe", "fast-dllm"], "shows 5 solved problems before each"),
+        (["--tasks", "bfcl:irrelevance", "--data", "."], "lm-evaluation-harness does not read out of an answer"),
     ],
 )
 def test_what_cannot_be_written_is_one_sentence(
@@ -102,6 +103,8 @@ def test_what_cannot_be_written_is_one_sentence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(data)
+    question = {"id": "0", "question": [[{"role": "user", "content": "Dry?"}]], "function": []}
+    (data / "BFCL_v4_irrelevance.json").write_text(json.dumps(question))
     assert main([*options, "--out", "tasks"]) == 2
     error = capsys.readouterr().err
     assert sentence in error and len(error.splitlines()) == 1

@@ -131,6 +131,16 @@ def test_odd_calls_are_wrong_in_a_short_text_that_can_be_written(tmp_path: Path,
     assert reason("bfcl:irrelevance", data, deep) is None, "a call that cannot be read is none"
 
 
+@pytest.mark.parametrize("text", ["Dry.", "[]", '{"calls": null}', '{"calls": [{"name": "x"}]}', "3", "[" * 100_000])
+def test_an_answer_that_no_sweep_wrote_is_not_graded(tmp_path: Path, text: str) -> None:
+    for category, answers in (("simple_python", [RIGHT]), ("irrelevance", None)):
+        data = data_folder(tmp_path / category, category, answers)
+        task = find_task(f"bfcl:{category}")
+        [problem] = load_problems(task, data=data).problems
+        grade = task.grade(problem, text)
+        assert not grade.correct and grade.reason == "ungradable" and "as JSON" in (grade.detail or "")
+
+
 def test_parallel_calls_come_in_any_order(tmp_path: Path) -> None:
     oslo = {"weather.forecast": {"city": ["Oslo"], "days": ["", 2]}}
     data = data_folder(tmp_path / "d", "parallel", [RIGHT, oslo])

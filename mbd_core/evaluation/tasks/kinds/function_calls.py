@@ -161,14 +161,19 @@ def _judge_relevance(is_right: bool, _problem: Problem, text: str) -> Grade:
 
 
 def _calls(text: str) -> list[FunctionCall]:
-    """The calls of an answer. Raises `WrongCall` for arguments that are no JSON object."""
+    """The calls of an answer. Raises `WrongCall` for arguments that are no JSON object, and `ValueError` for a text
+    that `answer_text` did not write."""
     calls = []
-    for call in json.loads(text)["calls"]:
+    try:
+        written = [(call["name"], call["arguments"]) for call in json.loads(text)["calls"]]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        raise ValueError("the answer is not of a sweep, which writes its text and its calls as JSON") from None
+    for name, json_text in written:
         try:
-            arguments = json.loads(call["arguments"])
+            arguments = json.loads(json_text)
         except (ValueError, RecursionError):
             arguments = None
         if not isinstance(arguments, dict):
-            raise WrongCall(f"{call['name']}: the arguments are no JSON object: {call['arguments']}")
-        calls.append(FunctionCall(call["name"], arguments))
+            raise WrongCall(f"{name}: the arguments are no JSON object: {json_text}")
+        calls.append(FunctionCall(name, arguments))
     return calls
