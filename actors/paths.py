@@ -1,11 +1,12 @@
-"""A job's paths on the machines of its cluster: a look before the work, and copies of what is small.
+"""A job's paths on the machines of its cluster: checked before the work, and copied to nodes if they are small.
 
-A cluster's machines may share no disk. So each option that is a path says who opens it (`Flag.opened_by`), and before
-any work a small task on each node with room for the job's processes says what lies there. Workers read the same as
-the job, or a copy: what the job's machine alone has goes through Ray's object store to the cache of each node whose
-workers ask for it, once a node, by its digest. A larger path, and a folder that is not one folder for all, refuse the
-job. A worker on a node that joins later looks for itself when it asks (`JobPaths.fetch`, `JobPaths.check_shared`).
-`serve deploy` has no process that stays and could hold a copy: all nodes must have its paths (`check_everywhere`).
+A cluster's machines may share no disk. So each option that is a path says who opens it (`Flag.opened_by`). Before any
+work, a small task on each node with room for the job's processes reports the contents of these paths. Workers read the
+same contents as the job, or a copy: contents that a node lacks go through Ray's object store to the cache of each node
+whose workers ask for them, once for each node, by digest. A path that is too large to copy refuses the job, and so
+does a shared folder that is not one folder for all. A worker on a node that joins later looks for itself when it asks
+(`JobPaths.fetch`, `JobPaths.check_shared`). `serve deploy` has no process that stays and could hold a copy: all nodes
+must have its paths (`check_everywhere`).
 """
 
 import os
@@ -35,14 +36,14 @@ from mbd_core.storage.models import UrlWeights, fetch_model
 from mbd_core.storage.remote_files import PROBE
 
 MOST_CARRIED = 2**30
-"""Bytes of a path that are carried to the nodes; what is larger takes a URL or a volume."""
+"""The most bytes of a path that are carried to the nodes; a larger path needs a URL or a volume."""
 LOOK_SECONDS = 300.0  # until a node that says nothing is given up; a busy one may need minutes
-MARK_DAYS = 30.0  # an older mark is that of a killed job, not of one that still runs
+MARK_DAYS = 30.0  # an older mark was left by a killed job
 NAMED_HOSTS = 4  # in a sentence
 
 
 class OpenedPath(NamedTuple):
-    """A path that an option names, and `name`, by which workers ask for it, if that is another text."""
+    """A path that an option names. `name` is the text by which workers ask for it, if it is not the path."""
 
     option: str
     path: str
@@ -50,7 +51,7 @@ class OpenedPath(NamedTuple):
 
 
 def model_paths(option: str, *models: str) -> list[OpenedPath]:
-    """The folders of models that are not at URLs and not shipped. Raises `ValueError` for an unknown one."""
+    """The folders of models that are not at URLs and not shipped. Raises `ValueError` for an unknown model."""
     named = {model: named_model(model) for model in models if SCHEME.match(model) is None}
     return [OpenedPath(option, path, model) for model, path in named.items() if isabs(path)]
 
@@ -62,7 +63,7 @@ def teacher_paths(teacher: TeacherSettings | None) -> list[OpenedPath]:
 
 @dataclass(frozen=True, kw_only=True)
 class KnownPath:
-    """What the job's machine, `host`, has at a path; its `copy` where another node lacks it."""
+    """The contents of a path on the job's machine, `host`, and their `copy` if another node lacks them."""
 
     opened: OpenedPath
     contents: Contents
@@ -70,7 +71,7 @@ class KnownPath:
     copy: Copy | None = None
 
     def here(self) -> str:
-        """Where this machine has the same contents. Raises `ValueError` where it has not, and none are carried."""
+        """The path of the same contents, or of their copy, on this machine. Raises `ValueError` if it has neither."""
         if contents_of(Path(self.opened.path)) == self.contents:
             return self.opened.path
         if self.copy is None:
@@ -105,13 +106,13 @@ class Mark:
 
 @dataclass(frozen=True)
 class JobPaths:
-    """What was found before the work; it goes along to each worker."""
+    """The paths and marks that were found before the work; each worker gets them."""
 
     read: tuple[KnownPath, ...] = ()
     marks: tuple[Mark, ...] = ()
 
     def fetch(self, model: str, *, url_weights: UrlWeights = "cache") -> str:
-        """As `fetch_model`, and for a path of the job what this machine has of it, or a copy. Raises `ValueError`."""
+        """As `fetch_model`; for a path of the job its contents on this machine, or a copy. Raises `ValueError`."""
         for known in self.read:
             if model in (known.opened.path, known.opened.name):
                 return known.here()
@@ -128,7 +129,7 @@ NO_PATHS = JobPaths()
 
 
 class Sight(NamedTuple):
-    """What a machine has at paths, and which of some files it sees."""
+    """The contents of paths on a machine, and whether it sees certain files."""
 
     contents: list[Contents | None]
     seen: list[bool]
@@ -146,10 +147,10 @@ def known_paths(
     bundle: Resources,
     say: Callable[[str], object] = print,
 ) -> Iterator[JobPaths]:
-    """The paths that workers read, as all nodes with room for a `bundle` of the connected cluster can have them.
+    """The paths that workers read, checked on all nodes of the connected cluster with room for a `bundle`.
 
-    `shared` are options, and the folder that each names, which the job and its workers write and read. Raises
-    `ValueError`, one sentence, for a path or a folder that they cannot.
+    `shared` are options with the folders that the job and its workers write and read. Raises `ValueError`, one
+    sentence, for a path that workers cannot read, or for a folder that they do not share.
     """
     paths = [opened for opened in read if SCHEME.match(opened.path) is None]
     here = this_host()
@@ -174,8 +175,8 @@ def known_paths(
 def check_everywhere(read: Sequence[OpenedPath], present: Sequence[OpenedPath] = (), *, bundle: Resources) -> None:
     """Raise `ValueError`, one sentence, unless every node with room for a `bundle` has the same at each path.
 
-    Of `present` files each node may have its own. Relative paths are not looked at, nor is a cluster without such a
-    node.
+    The files of `present` may differ from node to node. Relative paths are not checked, nor is a cluster without such
+    a node.
     """
     read, present = ([opened for opened in each if isabs(opened.path)] for each in (read, present))
     sights = look([opened.path for opened in read], [opened.path for opened in present], bundle=bundle, own=True)
@@ -225,7 +226,7 @@ def _get(reference: bytes) -> bytes:
 def look(paths: Sequence[str], files: Sequence[str], *, bundle: Resources, own: bool = False) -> Mapping[str, Sight]:
     """What each other node with room for a bundle sees, by its host's name; with `own` this node too if it has room.
 
-    Nothing is asked if nothing is to be seen. Raises `RuntimeError` for a node that does not answer.
+    No node is asked if there are neither paths nor files. Raises `RuntimeError` for a node that does not answer.
     """
     if not paths and not files:
         return {}

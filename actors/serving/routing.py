@@ -49,7 +49,7 @@ class PrefixRouter(RequestRouter):
         return [[by_name.pop(replica_id)], list(by_name.values())]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
-        """A replica has accepted the request. It is not the preferred replica if that was full."""
+        """A replica has accepted the request. If the preferred replica was full, it is another replica."""
         self._chosen.pop(pending_request.future, None)
         self._affinity.note(self._pages(pending_request), replica_id.unique_id)
 

@@ -1,7 +1,7 @@
-"""MultiTF training on Ray: the plain worker (`mbd_core.multitf.run.worker`) on each, checkpoints in the run's folder.
+"""MultiTF training on Ray: `mbd_core.multitf.run.worker` on each worker, checkpoints in the run's folder.
 
-Ray starts the workers, and restarts all when one is lost. They continue from the newest complete checkpoint in the
-folder, as without Ray (`mbd_core.multitf.run`).
+Ray starts the workers, and restarts all workers if one is lost. They continue from the newest complete checkpoint in
+the folder, as without Ray (`mbd_core.multitf.run`).
 """
 
 from collections.abc import Iterator

@@ -29,8 +29,8 @@ from mbd_core.storage.models import fetch_model
 class RLExecutor(Protocol):
     """Engines, scorers and a learner: a Ray cluster (`actors/rl/executor.py`), or this process.
 
-    All methods raise `LearnerLost` where the learner's process has ended, and `RewardFailed`; an engine that is lost
-    is started anew, and its part is decoded again.
+    All methods raise `LearnerLost` if the learner's process has ended, and `RewardFailed` if a reward has no value. A
+    lost engine is started anew, and its part is decoded again.
     """
 
     def rollouts(self, parts: Sequence[NumberedTable]) -> Iterator[NumberedTable]:
@@ -53,9 +53,10 @@ class RLExecutor(Protocol):
         """Write the learner's state to a file of the run's folder, durably, whole or not at all."""
 
     def load(self, folder: Folder, name: str | None) -> None:
-        """Lets the learner, or a new learner if it was lost, go on from a state there; `None`: from the start.
+        """Lets the learner, or a new learner if it was lost, continue from the state in a file; `None`: from the
+        start.
 
-        Raises `ValueError` where the learner's machine does not see the folder.
+        Raises `ValueError` if the learner's machine does not see the folder.
         """
 
     def weights(self) -> dict[str, Tensor]:
@@ -116,13 +117,13 @@ class LearnerState:
                 torch.save(state, path)
 
     def load(self, folder: Folder, name: str | None) -> None:
-        """The learner as it is in the file, which the first worker reads; `None`: as it begins."""
+        """Makes the learner anew, with the state in a file that the first worker reads; `None`: as the run begins."""
         if self._workers.is_first and not (folder.exists() if name is None else folder.has(name)):
             raise ValueError(
                 f"{folder / (name or '')} is not on {socket.gethostname()}, where the learner runs: give --storage a "
                 "URL, or a folder that all machines share"
             )
-        self._learner = self._fresh()  # also where a state follows: an update may have failed half-way
+        self._learner = self._fresh()  # also if a state is loaded into it: an update may have failed half-way
         if name is not None:
             state: dict[str, Any] = {}
             if self._workers.is_first:

@@ -35,8 +35,11 @@ LINE_BYTES = 1 << 30  # of a question or a reply
 
 
 class FunctionReply(TypedDict, total=False):
-    """A reply to the question `id`: rewards or an error, and from a plain function what its process took: seconds of
-    computing, the most bytes, and whether it computes on a GPU."""
+    """A reply to the question `id`: rewards, or an error.
+
+    A plain function's reply also has the cost of its process: seconds of computing, its most bytes, and whether it
+    computes on a GPU.
+    """
 
     id: int
     rewards: list[Any]
@@ -47,7 +50,7 @@ class FunctionReply(TypedDict, total=False):
 
 
 class FunctionRefused(Exception):
-    """The name is no function that can be asked; the rest of a sentence."""
+    """The name is no function that can be asked; the message is the rest of a sentence that says why."""
 
 
 class UserFunction:
@@ -59,7 +62,7 @@ class UserFunction:
         self.is_async = inspect.iscoroutinefunction(self._function) or inspect.iscoroutinefunction(call)
         try:
             parameters = inspect.signature(self._function).parameters.values()
-        except ValueError:  # of C code, which says nothing
+        except ValueError:  # C code has no signature
             parameters = inspect.signature(lambda **_: None).parameters.values()
         kinds = inspect.Parameter
         names = [item.name for item in parameters if item.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
@@ -152,7 +155,7 @@ def _found(name: str) -> Callable[..., Any]:
 
 
 def main(name: str, descriptor: int, seconds: float) -> None:
-    """Answer questions until there are no more. An `async def` function has many at a time, `seconds` for each."""
+    """Answer questions until the socket closes. An `async def` function answers many at a time, in `seconds` each."""
     os.dup2(2, 1)
     connection = socket.socket(fileno=descriptor)
     try:
@@ -236,7 +239,7 @@ def _computing_seconds() -> float:
 
 
 def _memory() -> FunctionReply:
-    """What another process of this function would take, at most: its bytes, and whether it computes on a GPU."""
+    """The most bytes that another process of this function would take, and whether it would compute on a GPU."""
     torch = sys.modules.get("torch")
     is_on_gpu = torch is not None and torch.cuda.is_initialized()
     return {"bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "is_on_gpu": is_on_gpu}

@@ -1,8 +1,8 @@
 """The reward of a user's function, which runs in processes of its own: it may hang, print, or end its process.
 
-A plain function is asked one answer at a time in a process, since it may not be safe under threads. Where it waits
-(for a service, for a program) rather than computes, more processes are started, each of which imports the module
-anew. An `async def` function has one process, and many answers under way in it.
+A plain function is asked one answer at a time in a process, since it may not be safe under threads. If it waits
+(for a service, for a program) rather than computes, more processes are started. Each imports the module anew. An
+`async def` function has one process, and many answers under way in it.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ class FunctionProcess:
         return bool(self._lost)
 
     async def start(self) -> None:
-        """Wait until it is ready. Raises `ProcessLost` where the function cannot be asked."""
+        """Wait until the process is ready. Raises `ProcessLost` if the function cannot be asked."""
         reader, self._writer = await asyncio.open_connection(sock=self._socket, limit=LINE_BYTES)
         try:
             line = await asyncio.wait_for(reader.readline(), START_SECONDS)
@@ -124,12 +124,12 @@ class FunctionReward:
         self._starting = asyncio.Lock()
 
     async def resolve(self) -> None:
-        """Import the function. Raises `RewardFailed` where it cannot be imported or asked."""
+        """Import the function. Raises `RewardFailed` if it cannot be imported or asked."""
         self._give_back(await self._take())
 
     async def judge(self, rows: Sequence[JudgedRow]) -> list[RewardOutcome]:
-        """An outcome for each row. Raises `RewardFailed` where the function cannot be asked at all, and with `stops`
-        for a row that fails."""
+        """An outcome for each row. Raises `RewardFailed` if the function cannot be asked at all, and with `stops`
+        if it fails on a row."""
         outcomes: list[RewardOutcome] = [None] * len(rows)
         first = await self._take()
         self._give_back(first)

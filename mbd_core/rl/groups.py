@@ -31,7 +31,7 @@ class GroupConfig:
     decoupled  each part of the reward is z-scored within the group alone, the weighted sum over the batch
                (LightningRL)
     joint      the weighted sum of the parts is z-scored within the group (TraceRL)
-    correct    1 for each right answer; wrong ones are left out (rejection sampling)
+    correct    1 for each right answer; wrong answers are left out (rejection sampling)
     shuffled   decoupled, then permuted within each group: a control that must teach nothing
     """
 
@@ -42,7 +42,7 @@ class GroupConfig:
     ] = None
     """Groups are kept whose share of right answers is at least this; 0 keeps groups without a right answer."""
     most_right: Annotated[float, Ge(0), Le(1)] = 1.0
-    """And at most this; 1 keeps groups that are all right."""
+    """Groups are kept whose share of right answers is at most this; 1 keeps groups that are all right."""
     least_tpf_range: Annotated[
         float | None, Ge(0), Flag(default="0.01 where tpf is rewarded, beside nothing but correct; else 0")
     ] = None
@@ -67,8 +67,10 @@ class GroupConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardedAnswer:
-    """What a group's filter and its advantages look at; `rewards` are the parts of the reward by name, `None` for a
-    part that does not apply, and no parts at all for an answer that got no reward."""
+    """An answer, as a group's filter and its advantages see it.
+
+    rewards  the parts of the reward by name: `None` for a part that does not apply; empty for an answer without reward
+    """
 
     group: int
     correct: bool
@@ -142,7 +144,7 @@ def advantages(
 
 
 def _applying_z_scores(values: Sequence[float | None]) -> list[float]:
-    """`z_scores` of the values that there are, and 0 for the others."""
+    """`z_scores` of the values that are not `None`, and 0 for the others."""
     scores = iter(z_scores([value for value in values if value is not None]))
     return [0.0 if value is None else next(scores) for value in values]
 
@@ -156,7 +158,7 @@ def z_scores(values: Sequence[float]) -> list[float]:
 
 
 def num_even(answers: Sequence[RewardedAnswer], values: Mapping[int, float]) -> int:
-    """How many groups were kept in which no answer is better than another: all their advantages are 0."""
+    """The number of kept groups in which no answer is better than another: all their advantages are 0."""
     largest: dict[int, float] = {}
     for place, value in values.items():
         group = answers[place].group

@@ -57,13 +57,13 @@ def rollout_numbers(
 
 
 def failure_texts(rows: Iterable[ScoredRow]) -> dict[str, int]:
-    """Why answers got no reward, without the answers' names, and how many each."""
+    """The reasons why answers got no reward, each with its number of answers; without the answers' names."""
     texts = (failure.rpartition(", for an answer to ")[0] for row in rows if (failure := row.get("failure")))
     return dict(Counter(texts).most_common())
 
 
 def failures_text(failures: Mapping[str, int]) -> str:
-    """The same in words; rarer failures are only counted."""
+    """The failures in words; rarer failures are only counted."""
     shown = [text + (f" ({number} times)" if number > 1 else "") for text, number in failures.items()]
     more = len(shown) - MOST_SHOWN
     return "; ".join(shown[:MOST_SHOWN]) + (f"; and {more} other reasons" if more > 0 else "")
@@ -72,8 +72,8 @@ def failures_text(failures: Mapping[str, int]) -> str:
 def group_numbers(
     answers: Sequence[RewardedAnswer], dropped: Mapping[Reason, int], taught: Mapping[int, float], *, num_groups: int
 ) -> dict[str, float]:
-    """How many groups were dropped, by reason, and how many are left to learn from; of rewards, `even` groups teach
-    nothing."""
+    """The numbers of groups, of groups dropped by reason, and of answers to learn from. The rewards of `even` groups
+    teach nothing."""
     return {
         "groups": num_groups,
         **{f"groups_dropped_{reason}": dropped.get(reason, 0) for reason in REASONS},
@@ -84,7 +84,8 @@ def group_numbers(
 
 
 def front_line(iteration: int, threshold: float, summary: Summary) -> dict[str, float]:
-    """A point of a held-out front: `accuracy` as a share, the mean TPF, and their intervals' half widths."""
+    """A point of a held-out front: `accuracy` as a share with its interval, and the mean TPF with its standard
+    error."""
     return {
         "iteration": iteration,
         "tau_m2t": threshold,
@@ -103,8 +104,8 @@ def front_value(lines: Sequence[RecordedNumbers]) -> float:
 
 
 def sweeps_since_best(fronts: Sequence[RecordedNumbers]) -> int:
-    """How many sweeps there were since the one with the best front, the first of equal ones; 0 where it is the last,
-    or there is none."""
+    """The number of sweeps since the sweep with the best front, the first of equal fronts; 0 if it is the last, or
+    without sweeps."""
     of_sweep: dict[int, list[RecordedNumbers]] = {}
     for line in fronts:
         of_sweep.setdefault(line["iteration"], []).append(line)
@@ -117,7 +118,7 @@ SINCE_START = "seconds_since_start"
 
 
 def run_seconds(lines: Sequence[RecordedNumbers]) -> float:
-    """The seconds of a run up to its last iteration's end; records of earlier versions say those of iterations."""
+    """The seconds of a run up to its last iteration's end; older records have the seconds of each iteration."""
     return lines[-1].get(SINCE_START, sum(line["seconds"] for line in lines)) if lines else 0.0
 
 

@@ -1,7 +1,8 @@
 """Rollouts: which answers an iteration asks for, the engine that makes them, and the answers that a learner replays.
 
-What an iteration asks follows from the recipe and its number alone. An engine decodes a part of it from an empty
-state, with the weights of one version. So a part has the same answers whenever and wherever it is made.
+The requests of an iteration follow from the recipe and the number of the iteration alone. An engine decodes a part of
+it from an empty state, with the weights of one version. So a part has the same answers whenever and wherever it is
+made.
 """
 
 import hashlib
@@ -108,7 +109,7 @@ class RolloutPlan:
         )
 
     def describe(self) -> str:
-        """Where the problems come from, and the held-out ones."""
+        """The source of the problems, and the source of the held-out problems."""
         if find_task(self.recipe.rollouts.task).generate is None:
             learned = f"{self.source}, {len(self.problems)} of them, in a new order each time they are through"
         else:
@@ -164,7 +165,8 @@ class RolloutPlan:
         return self.recipe.rollouts.tokens_at(iteration, most=self.inputs.max_tokens, block_size=size)
 
     def _place(self, group: int) -> int:
-        """A group's problem: generated problems come in order, the problems of a file are shuffled anew each time."""
+        """The index of a group's problem: generated problems come in order, the problems of a file are shuffled anew
+        each time."""
         if find_task(self.recipe.rollouts.task).generate is not None:
             return group
         epoch, place = divmod(group, len(self.problems))
@@ -267,7 +269,7 @@ class RolloutEngine:
             self._model.engine.sleep()
 
     def wake_up(self) -> None:
-        """Take the memory again; does nothing awake."""
+        """Take the memory again; does nothing if the engine is awake."""
         if self._model.engine.asleep:
             self._model.engine.wake_up()
             self._loaded.prepare()

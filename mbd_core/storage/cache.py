@@ -41,10 +41,10 @@ class FolderCache:
         return self.path / key / name
 
     def filled(self, key: str, name: str, fill: Callable[[Path], None], *, resumes: bool = False) -> Path:
-        """The folder `name` of an entry, which `fill` writes if it is not there, at the path that it is given.
+        """The folder `name` of an entry. If it is not there, `fill` writes it at the path that it is given.
 
-        Of the processes of this machine that want it one writes, and the others wait. With `resumes` the path holds
-        what an interrupted call has left. Raises what `fill` raises, and `ValueError` if the cache cannot be written.
+        One process of this machine writes it, and the others wait. With `resumes` the path has the files of an
+        interrupted call. Raises the errors of `fill`, and `ValueError` if the cache cannot be written.
         """
         target, stage = self.folder(key, name), self.path / f".{key}.partial"
         if target.exists():
@@ -73,7 +73,8 @@ class FolderCache:
         return target
 
     def forget_unfinished(self, source: str, key: str) -> None:
-        """Remove what was begun of other versions of a source, whose keys begin alike, and is not being written."""
+        """Remove unfinished entries of other versions of a source, whose keys begin alike, unless one is being
+        written."""
         for stage in self.path.glob(f".{source}-*.partial"):
             other = stage.name.removeprefix(".").removesuffix(".partial")
             if other != key:
@@ -88,7 +89,7 @@ class FolderCache:
             with suppress(OSError, Timeout), FileLock(lock, timeout=0):
                 if entry.stat().st_mtime < oldest:
                     stage = entry.with_name(f".{entry.name}.partial")
-                    entry.rename(stage)  # at once; what is not removed then is no entry any more
+                    entry.rename(stage)  # at once: files that are then not removed belong to no entry
                     shutil.rmtree(stage)
 
     def others(self, source: str, key: str) -> list[Path]:

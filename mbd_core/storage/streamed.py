@@ -1,8 +1,9 @@
 """Safetensors that stay at their URL: a folder's copy has a stub in the place of each, and engines read the tensors
 by range.
 
-A stub lies beside where its file would lie. It names the file at the URL, its version, and the head with which a
-safetensors file begins (8 bytes with its length, and JSON), so that shapes and dtypes are known without a request.
+A stub lies in the folder of its file, under the file's name with `STUB` behind it. It names the file at the URL, its
+version, and the head with which a safetensors file begins (8 bytes with its length, and JSON), so that shapes and
+dtypes are known without a request.
 """
 
 import json
@@ -36,7 +37,8 @@ def stub_of(path: Path) -> Path:
 
 
 def is_streamed(name: str) -> bool:
-    """Whether a file of a model folder can be read by range: its weights, not those of a folder within it."""
+    """Whether a file of a model folder can be read by range: its own weights, not the weights of a folder within
+    it."""
     return name.endswith(".safetensors") and "/" not in name
 
 
@@ -63,8 +65,8 @@ class StreamedFile:
 
     @classmethod
     def asked(cls, folder: str, name: str) -> Self:
-        """What the storage says of a file now. Raises `ValueError` for one that is no safetensors file, and what the
-        storage raises."""
+        """The file as it lies in the storage now. Raises `ValueError` if it is no safetensors file, and the storage's
+        own errors."""
         system, path = open_storage(folder)
         information = system.info(f"{path}/{name}")
         size, where = information["size"], f"{folder}/{name} is damaged or cut short"
@@ -72,7 +74,7 @@ class StreamedFile:
         length = struct.unpack("<Q", first)[0] if len(first) == LENGTH_BYTES else MOST_HEAD_BYTES
         begin = LENGTH_BYTES + length
         if length >= MOST_HEAD_BYTES or begin > size:
-            raise ValueError(f"{where} in its header: it begins with no length of one")
+            raise ValueError(f"{where} in its header: its first 8 bytes are not the length of one")
         head = parse_json(system.cat_file(f"{path}/{name}", start=LENGTH_BYTES, end=begin), where)
         try:
             tensors = {tensor: dict(values) for tensor, values in head.items() if tensor != "__metadata__"}
@@ -99,9 +101,8 @@ def _fits(tensor: Mapping[str, Any], most: int) -> bool:
 class RangeReader:
     """Reads ranges of a `StreamedFile`, by `NUM_STREAMS` connections however many threads ask.
 
-    A range that breaks off is asked for again, those that came stay. After the last attempt all ranges fail with it.
-    Whoever has read all that it wants calls
-    `check_unchanged`, for only then all ranges are known to be of one version.
+    A range that breaks off is asked for again; ranges that have arrived stay. If the last attempt fails, all ranges
+    fail. A reader calls `check_unchanged` at its end: only then are all ranges known to be of one version.
     """
 
     def __init__(self, file: StreamedFile) -> None:
@@ -150,7 +151,7 @@ class RangeReader:
         raise AssertionError
 
     def check_unchanged(self) -> None:
-        """Raise `ValueError` if the file at the URL is another one than that of the stub."""
+        """Raise `ValueError` if the file at the URL has another version than the stub."""
         with storage_errors(self.file.folder, "cannot be read", ValueError):
             system, path = self._storage
             now = file_version(system.info(path))

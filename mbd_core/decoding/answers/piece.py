@@ -25,12 +25,12 @@ class Edit:
 class Piece:
     """Neighbouring tokens of an answer, with the facts about each. `piece[a:b]` and `a + b` work as on lists.
 
-    Where a filled token stays, forward k of a request (k = 1, 2, ...) has seen the prompt and the tokens whose step is
-    less than k, and masks everywhere else. So it can be run again, and it predicts the tokens whose step is k. Where
+    If filled tokens stay, forward k of a request (k = 1, 2, ...) has seen the prompt and the tokens whose step is
+    less than k, and masks everywhere else. So it can be run again, and it predicts the tokens whose step is k. If
     tokens are overwritten, or a canvas is filled, the steps show how the answer came about (`Request.replay`).
 
     logprobs  of each token: its natural log-probability in the forward that accepted it; with DMax, which rates a
-              filled position in every forward, in the last one before its block was final
+              filled position in every forward, in the last forward before its block was final
     tops      of each token: the likeliest tokens of its place in that forward; empty if no forward had logits
     steps     of each token: the forward that accepted it, or was the last to overwrite it; 0 if it was fixed before
               the first forward

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mbd_core.decoding.blocks.sampling_config import MAX_BIASES, MAX_STOP_IDS, Sampling
 
-_ALWAYS = 2**62  # a position that none reaches
+_ALWAYS = 2**62  # a position that no answer reaches
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Adjustments:
     prompt_R      the length of its prompt
     ids_RK        tokens whose logits change by `bias_RK` at positions below `until_RK`; minus infinity is a ban
     penalties_R3  repetition, frequency and presence penalty
-    min_p_R       least share of the likeliest token's probability, of drawing
+    min_p_R       least share of the likeliest token's probability, for drawn tokens
     active_R      whether the request changes anything
     """
 

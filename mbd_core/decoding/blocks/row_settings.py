@@ -46,7 +46,7 @@ class Real(RowSetting):
 
 
 def _end(request: Request) -> int:
-    """Where the token budget ends; where tokens move across that (edits), where its last block ends."""
+    """The end of the token budget; with edits, which move tokens across it, the end of its last block."""
     end, size = len(request.prompt) + request.max_tokens, request.decoding.block_size
     return end if request.decoding.edit is None else -(-end // size) * size
 
@@ -70,10 +70,10 @@ class RowSettings:
     origin       position at which block 0 begins
     begin, end   positions [begin, end) may be filled: from the prompt's end to the end of the token budget
     limit        the request's buffer size
-    kept         how many of these blocks a busy engine leaves it: 1, or all if the request is not adaptive
+    kept         number of blocks that a busy engine leaves the request: 1, or all if it is not adaptive
     forward      forwards that the row took part in; the noise of drawn tokens depends on it
 
-    The others are fields of `DecodingConfig` and `Sampling`. If a part is off, either no confidence or every
+    The other settings are fields of `DecodingConfig` and `Sampling`. If a part is off, either no confidence or every
     confidence exceeds its threshold.
     """
 

@@ -25,7 +25,7 @@ FORBIDDEN = -1e30
 CACHED = 2**18
 """Probabilities that are computed and searched at once on a CPU: a megabyte, which stays in its caches."""
 GROUP = 64
-"""Ids whose highest probability is found first on a CPU: torch searches highest values fast there, places slowly."""
+"""Ids whose highest probability is found first on a CPU: torch finds them fast there, and their places slowly."""
 
 
 def allowed_alone(logits_PV: Tensor, allowed_V: np.ndarray) -> Tensor:
@@ -125,8 +125,8 @@ def choose(
 
 
 def top_tokens(logits_PV: Tensor, vocab: Vocab, number: int) -> Tensor:
-    """The `number` likeliest tokens of each position that may be predicted, and then their natural log-probabilities
-    under the model, (P, 2 `number`) in float32, in which ids are exact."""
+    """The `number` likeliest tokens that may be predicted at each position, followed by their natural
+    log-probabilities under the model: (P, 2 `number`) in float32, where ids are exact."""
     log_p_PV = vocab.exclude_(logits_PV.float().log_softmax(-1), -torch.inf)
     best = log_p_PV.topk(number, dim=-1)
     return torch.cat((best.indices.float(), best.values), dim=-1)
@@ -150,7 +150,7 @@ def neg_entropy(logits_PV: Tensor) -> Tensor:
 
 
 def _draw(logits_PV: Tensor, vocab: Vocab, draw: Draw, min_p_P: Tensor | None = None) -> Tensor:
-    """A drawn token (P,) of each position: the one with the largest log-probability plus Gumbel noise.
+    """A drawn token (P,) of each position: the token with the largest log-probability plus Gumbel noise.
 
     Only truncation sorts the vocabulary. A position's token does not depend on whether other positions truncate.
     """
@@ -203,8 +203,8 @@ def _truncated(scaled_PV: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
 
 
 def _running_sum(x_PV: Tensor) -> Tensor:
-    """The sums (P, V) up to each number. A GPU scans a single row in parts whose order changes from call to call, by
-    which ranks could draw different tokens; of two rows it scans each in one order."""
+    """The sums (P, V) up to each number. A GPU scans a single row in parts, in an order that changes from call to
+    call, so that ranks could draw different tokens. Each of two rows it scans in one order."""
     return x_PV.cumsum(-1) if len(x_PV) > 1 else x_PV.repeat(2, 1).cumsum(-1)[: len(x_PV)]
 
 

@@ -1,4 +1,4 @@
-"""How a request draws its tokens. The types of its fields, with their bounds, are those of the API's requests too."""
+"""How a request draws its tokens. The API's requests use the types of its fields, with their bounds."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -24,7 +24,7 @@ class Sampling:
     temperature         0 is greedy; otherwise logits are divided by it and a token is drawn
     top_p               draw among the likeliest tokens that together reach this probability (1: all)
     top_k               draw among the `top_k` likeliest tokens (0: all)
-    min_p               draw among the tokens of at least this share of the likeliest one's probability (0: all)
+    min_p               draw among the tokens of at least this share of the likeliest token's probability (0: all)
     seed                the same seed gives the same tokens in any batch
     logit_bias          numbers that are added to the logits of these token ids
     repetition_penalty  of tokens that the prompt or the answer has: a positive logit is divided by it, another
@@ -78,8 +78,10 @@ DRAWING = ("temperature", "top_p", "top_k", "min_p")
 
 
 def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, float]:
-    """What a `generation_config.json` says of a request's fields: of `DRAWING` where `do_sample` is true (without a
-    temperature it is 1, as in transformers), of `repetition_penalty`, and of `max_tokens` (its `max_new_tokens`).
+    """The defaults of a request's fields in a `generation_config.json`.
+
+    They are `repetition_penalty`, `max_tokens` (its `max_new_tokens`), and with `do_sample` the fields of `DRAWING`; a
+    missing temperature is then 1, as in transformers.
 
     Raises `ValueError` for a value that no request could have.
     """

@@ -5,7 +5,7 @@ The forward that drafted x gives it the probabilities p; the same weights at blo
     block        a  M  M  b  M
     span            ^  ^           the first run of masks
     draft        a  x1 x2 b  x3    p: all positions see the whole block
-    judgement    a  x1 x2          q: each position sees what stands before it, and itself as a mask
+    judgement    a  x1 x2          q: each position sees the tokens before it, and itself as a mask
 
 Position i is accepted with probability min(1, (q(x_i) / p(x_i))^temper), from left to right. At the first refusal a
 token is drawn from the surplus of q over p, (q - p)+ over the whole vocabulary. If x is drawn from p, and
@@ -95,7 +95,7 @@ def number_accepted(accepted_P: Sequence[bool]) -> int:
 
 
 def first_run(open_at: Sequence[int]) -> int:
-    """The length of the first run of neighbouring positions among ascending ones."""
+    """The length of the first run of neighbouring positions, among ascending positions."""
     return next((i for i in range(1, len(open_at)) if open_at[i] != open_at[i - 1] + 1), len(open_at))
 
 

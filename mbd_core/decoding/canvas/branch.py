@@ -16,7 +16,7 @@ from mbd_core.decoding.canvas.lane import Lane
 
 
 class Phase(Enum):
-    """The kind of the next forward: the first one, on one lane; the branches' windows; or their whole canvases."""
+    """The kind of the next forward: the first forward, on one lane; the branches' windows; or their whole canvases."""
 
     INIT = "init"
     BLOCK = "block"

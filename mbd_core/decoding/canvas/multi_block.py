@@ -25,7 +25,7 @@ from mbd_core.decoding.canvas.unmasking import GuessingDecoder
 class CanvasBlock:
     """Positions [start, stop) of the canvas. Number 0 is the prompt.
 
-    active     the rule of the first active block counts for it
+    active     if it is the first active block with a mask, it gets a token in every forward
     done_at    the forward before which it first had no mask
     """
 
@@ -108,8 +108,8 @@ class MultiBlockCanvas(GuessingDecoder):
     def _accept(self, guesses: Guesses) -> np.ndarray:
         """The open positions of low entropy, which become tokens (P,).
 
-        LLaDA's rule always adds the lowest one. If the first active block with a mask got none, its lowest one is
-        added.
+        LLaDA's rule always adds the position of lowest entropy. If the first active block with a mask got no token,
+        its position of lowest entropy is added.
         """
         entropy_P = -guesses.score_P
         if self._rule == "llada":
@@ -181,5 +181,5 @@ class MultiBlockCanvas(GuessingDecoder):
         return 0 if waits or refreshes else self._with_predictor(num_committed)
 
     def _with_predictor(self, start: int) -> int:
-        """`start`, or with shifted logits the position before it, if that position predicts a masked one."""
+        """`start`, or with shifted logits the position before it, if that position predicts a mask."""
         return start - 1 if self._shift and start and bool(self._lane.masked[start]) else start

@@ -79,7 +79,7 @@ class LaneAdjustments:
 
 
 class GuessingDecoder:
-    """A decoder whose forward is read in two halves, so that the first is one operation for many requests."""
+    """A decoder whose forward is read in two halves, so that the first half is one operation for many requests."""
 
     num_stored = 0
     draft_length = 1

@@ -1,4 +1,4 @@
-"""Token by token: the last token's causal row gives the next one; with drafts, one causal row verifies several.
+"""Token by token: the last token's causal row gives the next token; one causal row verifies a whole draft.
 
 plain   [next]                       causal   -> the token behind it
     draft   [next, mask, mask, ...]      no order -> the masks' tokens, in one forward or, with `tau`, in several
@@ -53,8 +53,8 @@ class TokenDecoder(PrefixDecoder):
         self._row_length = self._causal.row_length(request.decoding.block_size)
         self._drafts = self._causal.method == "linear_spec" and self._row_length > 1
         self._ahead = self._drafts and self._causal.ahead
-        # a request that thinks has other tokens without drafts; one with a threshold has unfinished drafts, which
-        # holding would lose
+        # a request that thinks has other tokens without drafts; a request with a threshold has unfinished
+        # drafts, which holding would lose
         is_free = self._drafts and self._causal.thinking is None and self._causal.tau is None
         together = 1 + self._row_length if self._ahead else 1  # rows of a forward that drafts
         self.draft_length = self._row_length * together if is_free else 1
@@ -73,7 +73,7 @@ class TokenDecoder(PrefixDecoder):
         return CanvasPlan([], [row, *(ahead for ahead in self._rows_ahead(row) if ahead is not None)])
 
     def _row(self) -> Query:
-        """The row that drafts, or the causal one."""
+        """The row that drafts, or the causal row."""
         kind, start = self._kind(), self.num_stored
         block = self._all[start:] if kind == "plain" else self._block
         offsets = self._open if kind == "draft" else range(len(block))
@@ -108,7 +108,7 @@ class TokenDecoder(PrefixDecoder):
         return guide.next_token(lambda _place, _allowed_V: choice, search)
 
     def accept_decided(self, opened: OpenLogits, guesses: Guesses, decided: list[tuple[int, float]]) -> CanvasUpdate:
-        """The update of a forward of which the guide has `decided`."""
+        """The update of a forward whose tokens the guide has `decided`."""
         start, number = self.num_stored, len(decided)
         self.num_forwards += 1
         log_probs = [math.log(max(probability, LEAST)) for _, probability in decided]
@@ -166,7 +166,7 @@ class TokenDecoder(PrefixDecoder):
         return rows
 
     def _take_ahead(self, guesses: Guesses, rows: list[Query | None], outcome: int, *, start: int) -> None:
-        """The next draft: what was drafted for this outcome, behind the next token."""
+        """The next draft: the next token, and the tokens that were drafted behind it for this outcome."""
         row = rows[outcome]
         if row is None:
             return
@@ -188,7 +188,7 @@ class TokenDecoder(PrefixDecoder):
                 self._open.remove(offset)
 
     def _verify(self, tokens: list[int], log_probs: list[float], *, drafted: list[int]) -> int:
-        """Takes the predictions as far as they equal the draft, and one more; the number that equals it."""
+        """Takes the first predictions that equal the draft, and one more. Returns the number of equal predictions."""
         if (forced := self._forced()) is not None:
             tokens[0], log_probs[0] = forced, 0.0
         number = 1
@@ -201,7 +201,7 @@ class TokenDecoder(PrefixDecoder):
         return number - 1
 
     def _begin_draft(self) -> None:
-        """Begins a draft: the next token, a forced one, and masks."""
+        """Begins a draft: the next token, a forced token if one is due, and masks."""
         known = [*self._all[self.num_stored :], *([] if (forced := self._forced()) is None else [forced])]
         self._block = [*known, *[self._vocab.mask_token_id] * (self._row_length - len(known))]
         self._open = list(range(len(known), self._row_length))

@@ -1,4 +1,4 @@
-"""The common part of decoders behind a stored prefix: the tokens, the number of stored ones, changes of logits.
+"""The common part of decoders behind a stored prefix: the tokens, the number of stored tokens, changes of logits.
 
 prompt | answer ........ | row
     ^ stored ............ ^    ^ begins at `num_stored`: known tokens that are not stored, then new positions

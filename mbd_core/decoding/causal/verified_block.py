@@ -37,8 +37,8 @@ class VerifiedBlock:
     tokens    with the mask token where it is masked; offsets [first, stop) are the answer's
     steps     the forward of the answer that wrote each token
     open      ascending offsets of the masks
-    draft     a token for every mask, of the last draft; other offsets have their tokens
-    span      the part of it that is judged next
+    draft     the last draft: a token for every mask; the other offsets have their tokens
+    span      the part of the draft that is judged next
     is_settled  whether no token changes any more
     is_final    whether the blocks before it are settled too, so that the next draft's forward stores it
     """
@@ -84,8 +84,10 @@ class VerifiedBlock:
         self.open.remove(offset)
 
     def edit(self, guesses: Guesses, t2t: T2T, *, step: int) -> int:
-        """Replaces filled tokens that another token exceeds (T2T), by guesses at all the answer's positions; returns
-        their number."""
+        """Replaces filled tokens whose guess is another token above the threshold (T2T).
+
+        `guesses` are at all of the answer's positions. Returns the number of replaced tokens.
+        """
         edited = 0
         sure_P = guesses.confidence_P > t2t.tau
         offsets = range(self.first, self.stop)

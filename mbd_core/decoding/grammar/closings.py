@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 NUM_TRIED, NUM_FOLLOWED = 64, 24  # tokens tried at a position, and tokens whose next position is looked at
 MAX_LITERALS = 32
-MASK_TRIES = 40  # trying a token costs about this share of computing the allowed ones
-STEP_TRIES = 25_000  # of all rows of a step together; beyond it no other row begins to look for a new closing
+MASK_TRIES = 40  # computing the allowed tokens costs about as much as trying this number of tokens
+STEP_TRIES = 25_000  # of all rows of a step together; beyond these no other row begins to look for a new closing
 
 
 class Search:
@@ -31,7 +31,7 @@ class Search:
     It is a count instead of a time, so that the same rows are always decided alike. A search that has begun goes to
     its own end.
 
-    error  the reason why the matcher could not go on in the latest walk without an end; empty if it could
+    error  why the matcher failed in the latest walk that found no closing; empty if it did not fail
     """
 
     def __init__(self, tries: float = math.inf) -> None:
@@ -83,7 +83,8 @@ class Closings:
         return [self._tokenizer.tokenize_str(text) for text in list(words)[:MAX_LITERALS]]
 
     def marks(self, grammar: Grammar) -> list[list[int]]:
-        """The tokens of each mark that ends a string without quotes: its own token, and those of its characters."""
+        """The tokens of each mark that ends a string without quotes: its own token, and the tokens of its
+        characters."""
         own = [self._by_text[mark.encode()] for mark in grammar.marks if mark.encode() in self._by_text]
         return [[token] for token in own] + [self._tokenizer.tokenize_str(mark) for mark in grammar.marks]
 
@@ -118,7 +119,8 @@ class Closings:
 
         `marks` end strings without quotes.
 
-        If the quick way finds none, the thorough one is taken, which costs far more: for at most `thorough` tokens.
+        If the quick way finds no closing, the thorough way is tried, which costs far more, for at most `thorough`
+        tokens.
         """
         closing = self._walk(matcher, limit, literals, marks, self._quick, search)
         return closing or self._walk(matcher, min(limit, thorough), literals, marks, self._thorough, search)

@@ -24,14 +24,14 @@ ANNOTATIONS = (
 ANY_NAME: tuple[Any, ...] = ({}, True, {"type": "string"})
 """Schemas of names of members that allow every name."""
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid")
-"""llguidance's formats. The others are left out, as in a validator that does not know them."""
+"""llguidance's formats. Other formats are left out, as in a validator that does not know them."""
 
 
 def plain_schema(schema: Any) -> Any:
     """The same schema in llguidance's keywords.
 
     Keywords without effect are left out: annotations, names that begin with "x-", formats that llguidance does not
-    have, `uniqueItems` where it holds anyway, `propertyNames` that allow every name. `oneOf` of constants that exclude
+    have, `uniqueItems` if it holds anyway, `propertyNames` that allow every name. `oneOf` of constants that exclude
     each other becomes `anyOf`. An exclusive bound that is `true` or `false`, as in older schemas, becomes a number.
     Targets of references stay.
     """
@@ -82,7 +82,7 @@ def _plain(schema: Any, references: set[str]) -> Any:
 
 
 def _exclude_each_other(options: Any) -> bool:
-    """Whether all of these but one at most are schemas of constants, and no constant is valid under two of them."""
+    """Whether at most one option is no schema of constants, and no constant is valid under two options."""
     if not isinstance(options, list) or not all(type(option) is dict for option in options):
         return False
     constants = set[Any]()
@@ -184,8 +184,8 @@ def inner_schemas(schema: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def _joins(root: Any, earlier_parts: dict[int, Any], part: dict[str, Any]) -> Iterator[dict[int, Any]]:
-    """The parts of a schema that hold for one value, by identity: `before`, a part, the target of its reference, and
-    one alternative of each."""
+    """The parts of a schema that hold for one value, by identity: `earlier_parts`, a part, the target of its
+    reference, and one alternative of each."""
     parts, stack = dict(earlier_parts), [part]
     while stack:
         inner = stack.pop()
@@ -217,7 +217,8 @@ def _reference_target(root: Any, reference: Any) -> Any:
 
 
 def _check_number(parts: list[dict[str, Any]]) -> None:
-    """Compares the strictest bounds of `joined`, which hold for one value."""
+    """Raises `GrammarRefused` if the strictest bounds of `parts`, which hold for one value, are less than 1 apart
+    and one of them is exclusive and whole."""
     strictest = {
         name: choose((x for part in parts if (x := _number(part, name)) is not None), default=None)
         for name, choose in _BOUNDS.items()

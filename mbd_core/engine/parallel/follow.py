@@ -1,4 +1,4 @@
-"""A follower: the engine of rank 1, 2, ..., which repeats rank 0's by its messages: one `Setup`, then `Orders`."""
+"""A follower: the engine of rank 1, 2, ... repeats rank 0's engine by its messages: one `Setup`, then `Orders`."""
 
 import zlib
 from contextlib import suppress

@@ -4,7 +4,7 @@ The partial sums of a decode step are small, and NCCL's all-reduce of them is mo
 part into memory that all ranks map (torch's symmetric memory). All ranks meet at a barrier on the device, and the
 kernel that needs the sum reads every part (`residual_norm.py`). All ranks read in rank order, so all get the same
 bits. There are two places, one for each sum of a layer. Before a rank writes to a place again, all ranks have met at
-the other place's barrier, and so have read the first.
+the other place's barrier, and so have read the first place.
 
 Parts above `most_bytes` go over NCCL, mostly parts of long prompts; so do the embeddings and joined logits. This has
 not been run on GPUs.
@@ -36,14 +36,14 @@ _num_mapped = 0  # places that this process has mapped with others, in any group
 def most_bytes(num_ranks: int) -> int:
     """The largest part, in bytes, that is summed in one shot.
 
-    Every rank reads the parts of all others. With 2 ranks no other method moves less. With more ranks others do, so
-    the limit is 512 KB.
+    Every rank reads the parts of all others. With 2 ranks no other method moves less. With more ranks other methods
+    do, so the limit is 512 KB.
     """
     return 2**23 if num_ranks == 2 else 2**19
 
 
 class SharedSums:
-    """The `SharedReduce` of a group whose ranks can map each other's memory; made by all of them together."""
+    """The `SharedReduce` of a group whose ranks can map each other's memory; all ranks make it together."""
 
     def __init__(self, group: Group, places: Sequence[Tensor], handles: Sequence[Any]) -> None:
         """`places` are the two pieces of memory of this rank; `handles` are torch's handles that map them

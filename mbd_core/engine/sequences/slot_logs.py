@@ -14,7 +14,7 @@ from mbd_core.decoding.answers.piece import Edit, TopTokens
 from mbd_core.decoding.answers.slots import Frame, FrameSlot, SlotState
 from mbd_core.decoding.blocks.request import Request
 
-OPEN = -1  # no forward has filled it
+OPEN = -1  # of a position that no forward has filled
 
 
 class StepMap:
@@ -27,7 +27,7 @@ class StepMap:
     def __init__(self, num_slots: int, block_size: int, *, edits: bool = False) -> None:
         self._forward_NB = np.full((num_slots, block_size), OPEN, dtype=np.int64)
         self._tokens_NB = np.full_like(self._forward_NB, OPEN) if edits else None
-        self._edits: list[Edit] = []  # by position, from the first slot's first
+        self._edits: list[Edit] = []  # by position, from the first position of slot 0
 
     def update(self, tokens_NB: np.ndarray, masked_NB: np.ndarray, forward: int) -> None:
         """Records the tokens and masks after forward `forward`; positions that it wrote get its number."""
@@ -127,8 +127,8 @@ class FrameLog:
         start: int,
         forward: int,
     ) -> Frame:
-        """The frame of forward `forward`: tokens and masks after it, in the slots from position `start` on. It stored
-        the first `num_stored` of their blocks."""
+        """The frame of forward `forward`: tokens and masks after it, in the slots from position `start` on. The
+        forward stored the first `num_stored` of their blocks."""
         size, n = masked_NB.shape[-1], self._num_slots
         tokens_NB, masked_NB = tokens_NB[:n].astype(np.int64), masked_NB[:n].copy()
         positions_NB = start + self._offsets_NB

@@ -1,4 +1,4 @@
-"""What one forward needs, and how rows from prompts, slots and canvases are packed for it.
+"""The inputs of one forward, and how rows from prompts, slots and canvases are packed for it.
 
 A row is a run of neighbouring positions of one sequence. It attends to the sequence's keys up to some length, with or
 without causal order inside itself. All methods pack their rows so, and the kernels need nothing else.
@@ -28,7 +28,7 @@ class BatchRows:
     pages_KP     the pages of its sequence, padded with the null page
     stored_K     whether its keys are stored in its pages; otherwise they go to the null page
     weight_T     DMax's embedding weights, `None` where all tokens are hard
-    denoising    which of their tokens are being denoised; `None`: none is
+    denoising    which tokens of the rows are being denoised; `None`: no token is
     adapter_K    the slot of each row's LoRA adapter, 0 for none; `None` where no row of the forward has an adapter
     rows_each    number of neighbouring rows of each sequence, the same all through the group
     live_K       whether anything of the row is read afterwards; `None`: all rows are

@@ -82,7 +82,7 @@ class StepGraphs:
             # graphs share their temporary memory: one graph runs at a time, and its report is read before the next
             self._pool = torch.cuda.graph_pool_handle() if self._pool is None else self._pool
             self._stream = self._stream or torch.cuda.Stream(device)
-            # the largest first: smaller graphs then fit into the memory that it left in the pool
+            # the largest first: smaller graphs then fit into the memory that the largest left in the pool
             for kind in sorted(kinds, key=_size, reverse=True):
                 if kind not in self._captured_steps:
                     self._captured_steps[kind] = CapturedStep(self.state, kind, self._pool, self._stream)
@@ -90,7 +90,7 @@ class StepGraphs:
         return len(self._captured_steps)
 
     def run(self, kind: StepKind, *, num_pages: int) -> Tensor:
-        """One static step; its report (X,), good until the next step."""
+        """Runs one static step. Returns its report (X,), valid until the next step."""
         graph = self._graph_for(kind)
         if graph is not None:
             self.num_replayed += 1
@@ -103,7 +103,7 @@ class StepGraphs:
         `wait` a running graph ends later.
 
         NCCL destroys a communicator only when no graph holds it. The next capture takes another memory pool, because
-        torch refuses a pool that some tensor uses and no graph.
+        torch refuses a pool that a tensor uses but no graph.
         """
         if self._captured_steps and wait:
             torch.cuda.synchronize(self.state.tables_RP.device)
@@ -164,7 +164,7 @@ class CapturedStep:
         self._report_X, self._runner, self._batch = report_X, runner, runner.last_batch
 
     def replay(self) -> Tensor:
-        """Run the captured step; its report, overwritten by the next replay."""
+        """Runs the captured step. Returns its report, which the next replay overwrites."""
         self._graph.replay()
         self._runner.last_batch = self._batch
         return self._report_X
@@ -177,8 +177,10 @@ class CapturedStep:
 def graphs_obstacle(
     config: EngineConfig, attention: AttentionKernel, device: torch.device, *, static_shapes: bool
 ) -> str | None:
-    """Why static steps do not become graphs; `None` if they do. They do wherever they can, unless `config.graphs` is
-    `False`. Raises `ValueError` if `config.graphs` is `True` and they cannot."""
+    """Why static steps are not captured as graphs; `None` if they are, which is wherever possible.
+
+    With `config.graphs` `False` they never are. Raises `ValueError` if it is `True` and graphs are not possible.
+    """
     obstacle = _obstacle(config, attention, device, static_shapes=static_shapes)
     if config.graphs and obstacle is not None:
         raise ValueError(f"graphs=True cannot be honoured: {obstacle}")

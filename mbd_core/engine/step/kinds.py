@@ -67,8 +67,8 @@ class StepKinds:
         """The kinds worth a graph.
 
         Greedy requests with `decoding` have a kind in every size, without and with adapters. The largest size has two
-        more: all work except changes and reports of logits, and all work, which serves every other request. With a
-        block budget each kind exists also with the slots that the budget leaves a request.
+        more kinds: all work except changes and reports of logits, and all work, which serves every other request. With
+        a block budget each kind exists also with the slots that the budget leaves a request.
         """
         works = [work_of(decoding, Sampling())]
         if self.adapters:

@@ -130,7 +130,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def logits(self, hidden_AD: Tensor, *, split: Sequence[int] | None = None) -> Tensor:
-        """Logits (A, V), raw: a position's own row; `split` computes runs of rows apart. Ranks call it together."""
+        """Raw logits (A, V) of hidden states. `split`: the lengths of runs of rows that are computed apart; `None`:
+        all at once. Ranks call it together."""
         return self.model.logits(hidden_AD, split=split)
 
     @torch.inference_mode()

@@ -24,8 +24,8 @@ PLOT, IDS, PAGE = "losses.png", "log_ids.json", "run.md"
 class RunLog:
     """The log of a run that goes on from where `curve` ends; the trainer's loop adds points to `curve`.
 
-    `targets`: `None` is the default's. `peak` is one worker's. `begin` is called before an update and
-    `add` after it, `flush` before a checkpoint says that it is done, `close` at the end.
+    `targets` are those of `--log-to`; `None`: the default targets. `peak` is one worker's. The loop calls `begin`
+    before an update, `add` after it, `flush` before a checkpoint counts the update as done, and `close` at the end.
     """
 
     def __init__(
@@ -53,16 +53,16 @@ class RunLog:
         )
         if ids:
             folder.write_text(IDS, json.dumps(ids))
-        for point in self.file.points if ids else ():  # services may lack what a lost machine did not send
+        for point in self.file.points if ids else ():  # services may lack numbers that a lost machine did not send
             self._send(point, to=[logger for logger in self._loggers if isinstance(logger, GuardedLog)])
 
     def describe(self) -> str:
-        """Where the numbers go and what MFU is measured against, for the line that a run begins with."""
+        """The places of the numbers and the peak of MFU, for a line at the run's begin."""
         places = ", ".join((LOSSES, *self._targets))
         return "; ".join(filter(None, (f"logs: {places}", self._reason, str(self.peak))))
 
     def write_page(self, changes: Sequence[str], *, num_workers: int, device: str) -> None:
-        """Write what is trained and what differs in it from the recipe that was named, as `run.md`."""
+        """Write `run.md`: the training, and its differences from the named recipe."""
         recipe, start = self.recipe, "random weights" if self.recipe.base is None else self.recipe.base
         differs = "\n".join(f"- {change}" for change in changes) or "Nothing: the recipe is trained as it stands."
         text = (
@@ -88,7 +88,7 @@ class RunLog:
         self._send(self.file.points[-1], to=self._loggers)
 
     def amend(self, step: int, values: Point) -> None:
-        """Log numbers of the update that `step` updates ended with, which came later."""
+        """Log numbers of update number `step`, which came later."""
         self.file.amend(step - 1, values)
         for logger in self._loggers:
             logger.amend(step - 1, values)
@@ -99,7 +99,7 @@ class RunLog:
             logger.add(int(point["step"]), values)
 
     def flush(self) -> None:
-        """Bring what lies at URLs up to date."""
+        """Bring files at URLs up to date."""
         self.file.flush()
         for logger in self._loggers:
             logger.flush()
@@ -137,7 +137,7 @@ class Log:
     """What the first worker prints as updates are done, and the run's files if it has a folder.
 
     On a terminal a progress bar; else a line every few seconds, with means over the updates since the line before, the
-    speed, and the time left. `curve` is the run's, to which its loop adds points.
+    speed, and the time left. `curve` is the run's; the run's loop adds points to it.
     """
 
     def __init__(self, curve: list[Point], steps: int, files: RunLog | None = None) -> None:
@@ -163,7 +163,7 @@ class Log:
             self._say_progress()
 
     def amend(self, step: int, values: Point) -> None:
-        """Add numbers to the update that `step` updates ended with, which came later."""
+        """Add numbers to update number `step`, which came later."""
         self.curve[step - 1] |= values
         if self.files is not None:
             self.files.amend(step, values)

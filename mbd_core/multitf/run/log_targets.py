@@ -1,8 +1,7 @@
 """Where a run's numbers go besides `losses.jsonl`: TensorBoard in its folder, Weights & Biases, MLflow.
 
-A run that goes on after it was lost goes on in the same logs, and no step stands there twice: TensorBoard is told from
-which step on what an earlier start wrote is void; the other two get only steps that they do not have, for a repeated
-step has the same numbers.
+A resumed run continues in the same logs, and no step is in them twice. TensorBoard drops the steps of an earlier start
+from the first new step on. The other two get only steps that they lack, because a repeated step has the same numbers.
 """
 
 import importlib.util
@@ -18,17 +17,18 @@ from mbd_core.storage.folder import Folder
 
 TENSORBOARD = "tensorboard"
 PACKAGES = {TENSORBOARD: "mbd-cluster[train]", "wandb": "wandb", "mlflow": "mlflow"}
-"""Each target's package, which has its name, and what installs it."""
+"""Each target, which is also the name of its package, and what installs it."""
 PROJECT = "mbd-cluster"
-"""The project or experiment under which runs are logged; `WANDB_PROJECT` and `MLFLOW_EXPERIMENT_NAME` say another."""
+"""The project or experiment of logged runs, unless `WANDB_PROJECT` or `MLFLOW_EXPERIMENT_NAME` names another."""
 NO_TARGET = "none"
 SPEED = ("seconds", "tokens_per_second", "mfu", "tokens", "padding", "tflop")
-"""What a dashboard shows as a group of its own."""
+"""The numbers that a dashboard shows as a group of their own."""
 MLFLOW_BATCH = 100  # parameters that MLflow takes at once
 
 
 class RunLogger(Protocol):
-    """A place where numbers of updates are logged in the order of their steps; `amend` adds some to an earlier one."""
+    """A place where numbers of updates are logged in the order of their steps; `amend` adds numbers to an earlier
+    step."""
 
     def add(self, step: int, values: Mapping[str, float]) -> None: ...
     def amend(self, step: int, values: Mapping[str, float]) -> None: ...
@@ -57,12 +57,12 @@ def chosen_targets(text: str | None) -> tuple[str, ...] | None:
 
 
 def is_installed(target: str) -> bool:
-    """Whether the target's package is there."""
+    """Whether the target's package is installed."""
     return importlib.util.find_spec(target) is not None
 
 
 def default_targets() -> tuple[tuple[str, ...], str]:
-    """The targets of a run that names none, and a sentence if there is none."""
+    """The targets of a run that names no target, and a sentence if no default target is installed."""
     if is_installed(TENSORBOARD):
         return (TENSORBOARD,), ""
     return (), f"no TensorBoard logs: the package is not installed (pip install '{PACKAGES[TENSORBOARD]}')"
@@ -185,7 +185,8 @@ class MlflowLog:
 
 
 class GuardedLog:
-    """A service's log that ends no training: at its first failure it says so and takes nothing more."""
+    """A service's log whose failure does not end the training: it reports its first failure, and takes no more
+    numbers."""
 
     def __init__(self, name: str, log: RunLogger) -> None:
         self.name, self._log = name, log
@@ -227,9 +228,10 @@ def open_logs(
     name: str,
     settings: Mapping[str, Any],
 ) -> list[RunLogger]:
-    """The logs of a run that goes on with step `start`; `ids`, under which services know it, grows by new ones.
+    """The logs of a run that continues with step `start`. New ids at services are added to
+    `ids`.
 
-    Raises `ValueError` for a service that does not open for a new run; after that its failures end nothing
+    Raises `ValueError` if a service does not open for a new run. Its later failures do not end the training
     (`GuardedLog`).
     """
     loggers: list[RunLogger] = []

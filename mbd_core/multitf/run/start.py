@@ -36,8 +36,8 @@ CPU = torch.device("cpu")
 class StartingPoint:
     """A recipe that fits its model and its data, with both files' contents.
 
-    recipe  names base and data as the user did, which may be URLs
-    config  the model's, with the recipe's block size if the recipe fills masks
+    recipe  with its base and data as the user named them, by path, name or URL
+    config  the model's configuration, with the recipe's block size if the recipe fills masks
     base    the base's folder on this machine; `None` for a model that begins with random weights
     data    the folder of prepared data on this machine, `None` for generated data; `record` is its record
     teacher the folder of a teacher that is loaded beside the model; `None` without one
@@ -99,7 +99,7 @@ class StartingPoint:
         return cls(recipe=recipe, config=config, base=base, data=data, record=record, teacher=teacher, adapter=adapter)
 
     def with_precision(self, precision: Precision) -> "StartingPoint":
-        """The same, computed in `precision`."""
+        """The same starting point, with the recipe in `precision`."""
         return replace(self, recipe=with_precision(self.recipe, precision))
 
     @property
@@ -288,7 +288,7 @@ def is_tokenised_for(
 ) -> bool:
     """Whether data with this record have the tokenizer's vocabulary and template, and the mask if masks are filled.
 
-    `tokenizer`: `None` while it is not there yet.
+    `tokenizer` is `None` while it does not exist yet.
     """
     is_mask = record["mask_token_id"] == config.mask_token_id or not states.fills_masks
     return is_mask and (tokenizer is None or bool(record["tokenizer"] == tokenizer_fingerprint(tokenizer)))

@@ -60,8 +60,8 @@ def train_worker(
     """Does all remaining updates. The first worker prints, and logs beside the checkpoints.
 
     The precision is settled (`settle_precision`). `log_targets` are further targets beside `losses.jsonl`; `None` is
-    TensorBoard where the first worker has it. `changes` are the differences from the named recipe. `sweeper` makes the
-    first worker's sweeps. `Run.write` then writes the model.
+    TensorBoard if the first worker has it installed. `changes` are the differences from the named recipe. `sweeper`
+    makes the first worker's sweeps. `Run.write` then writes the model.
     """
     check_measuring(measuring, workers.device)
     run = Run(start, workers, sharding, checkpoints, measuring=measuring, validation=validation, sweeping=sweeping)
@@ -179,7 +179,7 @@ class Run:
             checkpoints.load(self.trainer, record)
             self.curve = list(record.curve)
         self.resumed_after = self.trainer.step_number
-        """The updates that were done before this start."""
+        """The number of updates that were done before this start."""
 
     def train(self, *, every: int = 1, log: Log | None = None, sweeps: Sweeps | None = None) -> None:
         """Does the remaining updates. A checkpoint begins every `every` steps, at the best validation, for every
@@ -245,7 +245,7 @@ class Run:
         return time.perf_counter() - start
 
     def write(self, folder: Path | None, *, written: Written = "model", overwrite: bool = False) -> None:
-        """Writes the trained model (`export`) or its adapter. Every worker calls it, and the first one names the
+        """Writes the trained model (`export`) or its adapter. Every worker calls it; the first worker gives the
         folder."""
         model, recipe = self.trainer.model, self.start.recipe
         if written == "adapter":

@@ -84,8 +84,8 @@ ERRORS = (
     ErrorKind(
         503,
         ("no_gateway",),
-        "From Serve's proxy: the gateway died before it answered, none takes requests, or none stands. The "
-        "message then says what is missing; it comes after 5 s, or 60 s where one stood before.",
+        "From Serve's proxy: the gateway died before it answered, no gateway takes requests, or there is none. "
+        "The message then says what is missing; it comes after 5 s, or after 60 s if there was a gateway before.",
     ),
     ErrorKind(503, ("aborted",), "An administrator ended the scoring of a prompt."),
     ErrorKind(504, ("timeout",), "`--request-seconds` are over."),
@@ -107,7 +107,7 @@ MESSAGE_ROUTES = ("/v1/messages", "/v1/messages/count_tokens")  # whose errors h
 
 
 def of_messages(path: str) -> bool:
-    """Whether a path's errors have Anthropic's shape: also those below its route, as of `/v1/messages/batches`.
+    """Whether a path's errors have Anthropic's shape, as all below its route have, such as `/v1/messages/batches`.
 
     `path` may begin with the application's prefix.
     """

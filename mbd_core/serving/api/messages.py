@@ -160,7 +160,7 @@ class MessagesRequest(PromptFields, OtherMessageFields, ChatDialect):
     stop_sequences: Annotated[list[str], items(MAX_STOPS)] | None = None
     """as `stop` of a chat"""
     stream: bool | None = None
-    """the answer as server-sent events, several tokens in one where they came together; default `false`"""
+    """the answer as server-sent events; tokens that come together share an event; default `false`"""
     temperature: Temperature | None = None
     """as of a chat, with its default"""
     top_p: TopP | None = None

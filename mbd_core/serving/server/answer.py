@@ -56,7 +56,7 @@ class AnswerParts:
     echoes         the text before each choice's own text, if any
     frame_texts    the text of each token, if frames are requested
     resumable      whether each commit of a stream ends with a `ResumePlace`
-    usage          the events with the usage: none, an extra last event, or each event and the extra one
+    usage          the events with the usage: none, an extra last event, or each event and the extra event
     """
 
     streamed: bool = False

@@ -33,7 +33,8 @@ class StopMatcher:
     def push(self, text: str) -> tuple[int, int] | None:
         """Append `text`. Returns the end, in `text`, of the first complete stop string, and the string's length.
 
-        If two are complete at the same character, the longer one counts. Nothing may be pushed after a match.
+        If two stop strings are complete at the same character, the longer one counts. Nothing may be pushed after a
+        match.
         """
         for end, letter in enumerate(text, start=1) if self._stops else ():
             self._lengths = [s.next(n, letter) for s, n in zip(self._stops, self._lengths, strict=True)]
@@ -80,8 +81,8 @@ class CommittedText:
     ending that may be the beginning of a stop string is held back too. The text ends before the first complete stop
     string; if two are complete at the same character, before the longer one.
 
-    The window holds the last tokens with released text and all tokens without, because some tokenizers decode a token
-    depending on the tokens before it.
+    The window holds the last tokens with released text and all tokens without it, because some tokenizers decode a
+    token depending on the tokens before it.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class CommittedText:
         min_tokens: int = 0,
         thoughts: Thoughts | None = None,
     ) -> None:
-        """The text of the first `min_tokens` tokens, and that of `thoughts`, is not searched for stop strings."""
+        """Stop strings are not searched in the text of the first `min_tokens` tokens, nor in `thoughts`."""
         self._min_tokens = min_tokens
         self._thoughts = None if stops is None or thoughts is None else _ThoughtsText(thoughts)
         self._decode, self._matcher = decode, (stops or StopStrings()).matcher()

@@ -70,8 +70,8 @@ class FairQueue(Generic[T]):
 class FairTurns:
     """At most `number` coroutines have a turn at once, each for at most `seconds`; others wait in a `FairQueue`.
 
-    After `seconds` a coroutine keeps running, but the next one gets its turn, so that work which waits for something
-    else delays nobody. All methods belong to one event loop.
+    After `seconds` a coroutine keeps running, but the next coroutine gets its turn, so that work which waits for
+    something else delays nobody. All methods belong to one event loop.
     """
 
     def __init__(self, number: int, *, seconds: float | None = None) -> None:

@@ -1,7 +1,7 @@
-"""A budget for the thoughts of an answer: where it is spent, the mark that ends thoughts is put in.
+"""A budget for the thoughts of an answer: when it is spent, the mark that ends thoughts is put in.
 
 The answer is then two requests of the engine. The first is ended in the middle of its thoughts. The second goes on
-behind the mark (`Request.committed`); the prefix cache keeps what the first has stored. So a budget works with each
+behind the mark (`Request.committed`); the prefix cache keeps the keys of the first. So a budget works with each
 decoding that can go on after committed tokens.
 """
 
@@ -58,7 +58,7 @@ class BudgetedSource:
         self._source, self._budget = source, budget
 
     async def open(self, request: Request, *, key: str = "") -> TokenStream:
-        """The stream of a request; it raises what the source's streams raise. Raises the source's refusals."""
+        """The stream of a request, with the errors of the source's streams. Raises the source's refusals."""
         most = self._budget.num_tokens + REST_OF_CHARACTER + len(self._budget.end)
         if most >= request.max_tokens:  # which ends the answer first
             return await self._source.open(request, key=key)
@@ -114,14 +114,14 @@ class _BudgetedAnswer:
         return self._watch.is_spent(self._budget.num_tokens)
 
     def _rest_of_end(self) -> tuple[int, ...]:
-        """The tokens of the end mark that the answer does not end with already."""
+        """The tokens of the end mark that are missing at the answer's end."""
         end = self._budget.end
         tokens = self._answer.request.committed + self._answer.piece.tokens
         begun = next((n for n in range(len(end) - 1, 0, -1) if tokens[-n:] == end[:n]), 0)
         return end[begun:]
 
     def _push(self, tokens: Sequence[int]) -> int:
-        """Follow the tokens until the budget is spent; returns their number."""
+        """Follow the tokens until the budget is spent. Returns the number of followed tokens."""
         for number, token in enumerate(tokens):
             if self._is_spent:
                 return number
