@@ -1,4 +1,4 @@
-"""What a worker writes for the job's machine: files go there through Ray, and take their place when all are there."""
+"""A worker's files for the job's machine: they go there through Ray, and take their place when all have arrived."""
 
 import shutil
 import tempfile
@@ -30,9 +30,9 @@ class Home:
 
     @contextmanager
     def staged(self, folder: Folder, kind: str, *, overwrite: bool) -> Iterator[Path]:
-        """As `Folder.staged`, from whichever machine: a local folder is that of this machine, the job's.
+        """As `Folder.staged`, called on any machine: a local folder lies on this home, the job's machine.
 
-        Raises what `folder_beside` raises there, and Ray's errors if the machine is lost.
+        Raises the errors of `folder_beside` there, and Ray's errors if the machine is lost.
         """
         if folder.is_remote or ray.get_runtime_context().get_node_id() == self.node:
             with folder.staged(kind, overwrite=overwrite) as path:

@@ -59,8 +59,8 @@ class Administration:
         return await self._broadcast("state")
 
     async def apply(self, order: ModelOrder, *, undone: bool = False) -> list[Any]:
-        """The result of `order.apply` at each replica. Raises `ApiError` if one fails; with `undone` the caller then
-        undoes the order at the others."""
+        """The result of `order.apply` at each replica. Raises `ApiError` if a replica fails; with `undone` the caller
+        then undoes the order at the others."""
         return await self._broadcast("apply", order, undone=undone)
 
     async def _broadcast(self, method: str, *arguments: Any, undone: bool = False) -> list[Any]:

@@ -1,7 +1,7 @@
 """Measures of engines and gateways as Ray metrics: a row for each measure, and the exporter of a table of rows.
 
 The names are the field's (vLLM's, under our own prefix); `python -m jobs.measure_tables` writes
-docs/reference/measures.md from the rows. In a Serve replica each carries the tags `application`, `deployment` and
+docs/reference/measures.md from the rows. In a Serve replica each measure has the tags `application`, `deployment` and
 `replica` too.
 
 A counter is exported at 0 from the start, because `rate()` misses a rise from no value to 1.
@@ -139,7 +139,7 @@ ENGINE_MEASURES: tuple[ExportedMeasure[EngineMeasures], ...] = (
     ExportedMeasure(
         "forward_passes",
         "counter",
-        "forwards: `decode` fills positions, `store` stores the blocks of all its sequences and fills none "
+        "forwards: `decode` fills positions, `store` stores the blocks of all its sequences and fills no position "
         "(SingleBD's bubble), `prefill` carries prompts alone",
         lambda m: {str(kind): number for kind, number in m.counts.forwards.items()},
         label="kind",
@@ -154,7 +154,7 @@ ENGINE_MEASURES: tuple[ExportedMeasure[EngineMeasures], ...] = (
     ExportedMeasure(
         "static_steps",
         "counter",
-        "steps of a static shape: `graph` replayed a CUDA graph, `eager` had none",
+        "steps of a static shape: `graph` replayed a CUDA graph, `eager` had no graph",
         lambda m: {"graph": m.replayed_steps, "eager": m.eager_steps},
         label="mode",
     ),
@@ -221,7 +221,7 @@ ENGINE_MEASURES: tuple[ExportedMeasure[EngineMeasures], ...] = (
     ExportedMeasure(
         "request_prefill_time_seconds",
         "histogram",
-        "from a request's batch row to the end of the forward that stored the last of its prompt; 0 where the "
+        "from a request's batch row to the end of the forward that stored the last of its prompt; 0 if the "
         "prefix cache held the whole prompt",
         lambda m: m.counts.prefill_seconds,
         boundaries=SECONDS,
@@ -314,7 +314,7 @@ MODEL_MEASURES: tuple[
     ExportedMeasure(
         "least_replicas",
         "gauge",
-        "least number of engine replicas of a model (`replicas`, or `min`); adapters have none",
+        "least number of engine replicas of a model (`replicas`, or `min`); adapters have no replicas of their own",
         lambda least: least,
     ),
 )

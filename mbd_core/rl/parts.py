@@ -1,4 +1,4 @@
-"""The parts of a reward: a part gives an answer a number, nothing where it does not apply, or fails."""
+"""The parts of a reward: a part gives an answer a number, gives nothing if it does not apply, or fails."""
 
 import sys
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class RewardFailed(RuntimeError):
 
 
 def outcome_of(value: Any) -> RewardOutcome:
-    """What a part gave, as an outcome: a finite number or `None`, any other value is a failure."""
+    """A part's result as an outcome: a finite number or `None`; any other value is a failure."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not is_finite(value):
@@ -34,12 +34,12 @@ def outcome_of(value: Any) -> RewardOutcome:
 
 
 def is_finite(value: float) -> bool:
-    """Whether a float holds it; an integer may be too large for one."""
+    """Whether a float can hold the value; an integer may be too large."""
     return abs(value) <= sys.float_info.max
 
 
 def question(row: JudgedRow) -> dict[str, str]:
-    """What a function or a service is asked about a decoded answer."""
+    """The fields of a decoded answer that a function or a service gets."""
     return {
         "prompt": row["prompt"],
         "text": row["text"] or "",
@@ -53,6 +53,6 @@ def failed(name: str, failure: Failure, row: JudgedRow) -> RewardFailed:
 
 
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first error in a group, which others followed."""
+    """The first error in a group; the others followed from it."""
     error = group.exceptions[0]
     return first_error(error) if isinstance(error, BaseExceptionGroup) else error

@@ -45,7 +45,7 @@ TINY_RL = replace(
     held_out=HeldOutConfig(evaluate_every=12, held_out=32),
     iterations=12,
 )
-"""A minute or two of a processor: to see a run, and to see that a cluster can run one. It is too short to learn much;
+"""A minute or two of a processor: to see a run, and to check that a cluster can run it. It is too short to learn much;
 at a learning rate of 1e-4 and more these updates, of few answers each, make the model worse."""
 
 TINY_OPD = replace(
@@ -68,7 +68,7 @@ LEDGER_OPD = replace(
     iterations=20,
 )
 """1,280 answers of `ledger-mbd`, taught by the same weights at one slot. The learning rate falls to 0: at a constant
-one a model ends in the noise of its last updates. What it gains stands in research/README.md."""
+rate a model ends in the noise of its last updates. Its gain is in research/README.md."""
 
 RL_RECIPES = {recipe.name: recipe for recipe in (LEDGER_RL, LEDGER_OPD, TINY_RL, TINY_OPD)}
 

@@ -37,7 +37,7 @@ class AskedRow(PlannedRow, PlaceColumns, RecordColumns):
 
 
 class EngineCountColumns(TypedDict, total=False):
-    """The answer's counts (`CountColumns`), all of which an engine says."""
+    """The answer's counts (`CountColumns`), all of which an engine gives."""
 
     num_prompt_tokens: int
     num_tokens: int
@@ -49,7 +49,7 @@ class EngineCountColumns(TypedDict, total=False):
 class RolloutColumns(TypedDict, total=False):
     """The columns that a replay needs beside `steps`, and the version of the weights that decoded every token.
 
-    experts  where they are recorded
+    experts  if they are recorded
     """
 
     version: int
@@ -67,11 +67,11 @@ class OutputColumns(AnswerColumns, EngineCountColumns, DraftColumns, ReplayColum
 
 
 class RolloutRow(AskedRow, OutputColumns, EndColumns):
-    """A rollout that was decoded, or was not, for the reason in `error`."""
+    """A rollout that was decoded, or that could not be decoded for the reason in `error`."""
 
 
 class JudgedRow(PlannedRow, AnswerColumns, EngineCountColumns, EndColumns, GradeColumns):
-    """A graded rollout and its group, of which a reward is asked."""
+    """A graded rollout and its group, for which a reward is asked."""
 
     group: int
 

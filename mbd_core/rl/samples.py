@@ -1,7 +1,7 @@
 """Sample rollouts on a page: the best and the worst answer of one group, forward by forward, side by side.
 
-A rollout has each token's forward and log-probability; which slot a block had in a forward, and when it was stored, is
-not in it. A frame shows the window of blocks that decided its tokens (`states/replay.py`).
+A rollout has each token's forward and log-probability, but neither a block's slot in a forward nor the forward that
+stored the block. A frame shows the window of blocks that decided its tokens (`states/replay.py`).
 """
 
 import math
@@ -20,7 +20,7 @@ from mbd_core.trace.traced_run import ACTIVE, DUMMY
 def samples_page(
     rows: Sequence[ScoredRow], rewards: Sequence[float | None], *, decode: Callable[[int], str]
 ) -> str | None:
-    """The page of the group whose rewards differ most; `None` where no two answers were decoded. `decode` returns the
+    """The page of the group whose rewards differ most; `None` if no two answers were decoded. `decode` returns the
     text of a token."""
     groups: dict[int, list[tuple[float, int]]] = {}
     for place, (row, reward) in enumerate(zip(rows, rewards, strict=True)):

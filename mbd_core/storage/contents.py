@@ -1,6 +1,6 @@
 """The contents of a path as a few bytes, by which machines compare their copies without reading all of them.
 
-A copy of small contents is carried as chunks, each wherever its carrier puts it (`actors/paths.py`).
+A copy of small contents is carried as chunks; the carrier decides where each chunk lies (`actors/paths.py`).
 """
 
 import hashlib
@@ -16,7 +16,7 @@ SAMPLE = 2**16
 """Bytes at a file's beginning, and at its end, that are compared."""
 CHUNK = 16 * 2**20
 UNUSED_DAYS = 14.0
-"""After so long without a job that asks for it a copy is removed, when the next copy is written."""
+"""A copy that no job has asked for in this number of days is removed when the next copy is written."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def contents_of(path: Path) -> Contents | None:
 
 
 def files_at(path: Path) -> dict[str, Path]:
-    """The files of a folder by their relative names, without hidden ones; of a file itself, by no name."""
+    """The files of a folder by their relative names, without hidden files; a file itself has the empty name."""
     if path.is_file():
         return {"": path}
     names = {file.relative_to(path): file for file in sorted(path.rglob("*")) if file.is_file()}
@@ -57,7 +57,7 @@ def files_at(path: Path) -> dict[str, Path]:
 
 @dataclass(frozen=True)
 class Copy:
-    """The whole contents of a path: their digest, and of each file the chunks, as what `get` takes."""
+    """The whole contents of a path: their digest, and the references of each file's chunks, for `get`."""
 
     name: str
     digest: str
@@ -65,7 +65,7 @@ class Copy:
 
     @classmethod
     def of(cls, path: Path, put: Callable[[bytes], Any]) -> "Copy":
-        """Reads all files, and gives each chunk to `put`, whose result stands for it."""
+        """Reads all files, and gives each chunk to `put`, whose result is the chunk's reference."""
         digest = hashlib.sha256()
         files = []
         for name, file in files_at(path).items():

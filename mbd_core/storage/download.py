@@ -1,4 +1,4 @@
-"""Downloads of a remote folder: in chunks by several streams; an interrupted one goes on with the chunks it lacks.
+"""Downloads of a remote folder: in chunks, by several streams; an interrupted one resumes with its missing chunks.
 
 A chunk is written at its place in the file and then named in a journal beside the folder. The digests of a folder that
 the project uploaded stand in its manifest (`add_digests`), and are compared at the end.
@@ -30,7 +30,7 @@ WRITTEN_FIELDS = ("LastModified", "last_modified", "mtime", "updated", "created"
 
 @dataclass(frozen=True)
 class ByteRange:
-    """Bytes of a file; `end` is `None` where the storage does not say how long the file is."""
+    """Bytes of a file; `end` is `None` if the storage does not say how long the file is."""
 
     name: str
     start: int
@@ -71,8 +71,8 @@ def download(
 ) -> None:
     """Download the files of the folder `path` on an fsspec filesystem to the folder `target`.
 
-    What an earlier call has written there counts. `location` names the folder in sentences, `remedy` what to do
-    against a full disk. Raises `ValueError` if the disk is full or a digest differs, and what the storage raises.
+    Chunks that an earlier call has written there are kept. Messages name the folder by `location`; `remedy` ends the
+    message about a full disk. Raises `ValueError` if the disk is full or a digest differs, and the storage's errors.
     """
     for name in files:
         if ".." in PurePosixPath(name).parts:
@@ -137,10 +137,10 @@ def add_digests(manifest: dict[str, Any], folder: Path, names: list[str]) -> Non
 
 
 def _check_digests(folder: Path, files: Mapping[str, Mapping[str, Any]], location: str) -> None:
-    """Compare the files with the manifest's digests, but for files that somebody wrote after it."""
+    """Compare the files with the manifest's digests, except files that were written after the manifest."""
     try:
         digests = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))[DIGESTS]
-    except (OSError, ValueError, KeyError, TypeError):  # nobody noted any
+    except (OSError, ValueError, KeyError, TypeError):  # there are no digests
         return
     noted_at = _written_at(files[MANIFEST])
     wanted = {name: digest for name, digest in digests.items() if name in files}
@@ -157,7 +157,7 @@ def _check_digests(folder: Path, files: Mapping[str, Mapping[str, Any]], locatio
 
 
 def _written_at(information: Mapping[str, Any]) -> Any:
-    """When a file was written, in the storage's own terms; `None` where it does not say."""
+    """When a file was written, in the storage's own terms; `None` if it does not say."""
     return next((information[field] for field in WRITTEN_FIELDS if information.get(field) is not None), None)
 
 
@@ -168,7 +168,7 @@ def _digest(file: Path) -> str:
 
 @contextmanager
 def _told(location: str, target: Path, remedy: str) -> Iterator[None]:
-    """What ends a download, with what is kept of it."""
+    """Adds to the error that ends a download that its chunks are kept."""
     try:
         yield
     except OSError as error:

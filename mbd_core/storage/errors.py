@@ -1,4 +1,4 @@
-"""What a storage raises, in one sentence."""
+"""The errors of storages, in one sentence each."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ STORAGE_URL = "https://s3.amazonaws.com"  # where requests go, as far as the cho
 
 @contextmanager
 def storage_errors(location: str, trouble: str, kind: Callable[[str], Exception] = OSError) -> Iterator[None]:
-    """Make one sentence of what the storage raises: the folder, its trouble, the reason.
+    """Turns the storage's error into one sentence: the folder, its trouble, the reason.
 
     A `ValueError` is a sentence of ours already.
     """

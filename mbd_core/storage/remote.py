@@ -259,7 +259,7 @@ class RemoteClaim:
             raise TakenOver(f"{self._place.location} was taken over by {other}, and this process writes no more there")
 
     def close(self) -> None:
-        with suppress(TakenOver, OSError):  # whoever has it now may keep it
+        with suppress(TakenOver, OSError):  # a process that has taken the folder over keeps it
             self.check()
             self._place.remove(self._lock)
 

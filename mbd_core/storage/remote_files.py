@@ -27,7 +27,7 @@ VERSION_FIELDS = (
     "last_modified",
     "created",
 )
-NUM_QUESTIONS = 8  # at once, about files of which a listing says nothing
+NUM_QUESTIONS = 8  # requests at once, about files whose size is not in the listing
 
 
 # An endpoint that does not answer is given up within a minute, not after ten.
@@ -50,13 +50,14 @@ def put(system: Any, location: str, file: str, content: bytes) -> None:
 
 
 def make_parent(system: Any, location: str, file: str) -> None:
-    """Make the folder of a file on the fsspec filesystem of the URL `location`, where that is not to make a bucket."""
+    """Make the folder of a file on the fsspec filesystem of the URL `location`; not on `FLAT` storage, where this
+    would make a bucket."""
     if not location.startswith(FLAT):
         system.makedirs(file.rpartition("/")[0], exist_ok=True)
 
 
 def probe_folder(system: Any, location: str, path: str) -> None:
-    """Make a file in the folder `path` of the URL `location` and remove it; raises what the storage raises."""
+    """Make a file in the folder `path` of the URL `location` and remove it. Raises the storage's errors."""
     file = f"{path}/{PROBE}{secrets.token_hex(4)}"
     make_parent(system, location, file)
     system.pipe_file(file, b"")
@@ -88,13 +89,13 @@ def read_manifest(system: Any, path: str, files: Mapping[str, Any]) -> str | Non
 
 
 def version_of(location: str, files: Mapping[str, Mapping[str, Any]]) -> tuple[str, str]:
-    """A folder's digest, and that of its version: of what the storage says of the files."""
+    """The digest of a folder's URL, and the digest of its version: of the `file_version` of all files."""
     versions = [(name, file_version(files[name])) for name in sorted(files)]
     return _digest(location)[:8], _digest(versions)[:16]
 
 
 def file_version(information: Mapping[str, Any]) -> list[str]:
-    """What the storage says of a file that changes with it."""
+    """The storage's information on a file that changes when the file changes."""
     return [str(information.get(field)) for field in VERSION_FIELDS]
 
 

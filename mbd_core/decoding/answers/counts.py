@@ -1,4 +1,4 @@
-"""A request's raw counts, from which every rate is computed; `a + b` adds each of them."""
+"""A request's raw counts, from which every rate is computed; `a + b` adds each count."""
 
 from dataclasses import dataclass, field
 
@@ -9,7 +9,7 @@ class Counts:
 
     num_prompt_tokens     tokens of its prompt
     num_tokens            useful tokens: generated before EOS, at most max_tokens
-    num_forwards          NFE: forwards that its blocks took part in, store-only ones included
+    num_forwards          NFE: forwards that its blocks took part in, store-only forwards included
     num_store_forwards    of num_forwards, the forwards that decoded none of its blocks (SingleBD's bubble)
     num_prefill_forwards  forwards that carried only its prompt, or repeated what a preemption undid; not in NFE
     decode_seconds        wall time of the steps counted in num_forwards
@@ -18,7 +18,8 @@ class Counts:
                           `num_confirmed_tokens` were accepted, and the others refused or not reached
     num_preemptions       how often the request was preempted
     queue_seconds         wall time from its arrival at the engine to its first batch row
-    prompt_seconds        from there to the end of its prompt's own forwards; 0 if the prefix cache held all of it
+    prompt_seconds        from its first batch row to the end of its prompt's own forwards; 0 if the prefix cache held
+                          the whole prompt
     """
 
     num_prompt_tokens: int = 0
@@ -35,7 +36,7 @@ class Counts:
     prompt_seconds: float = field(default=0.0, compare=False)
 
     def __add__(self, other: "Counts") -> "Counts":
-        """The counts of two requests, or of two parts of one."""
+        """The counts of two requests, or of two parts of one request."""
         return Counts(**{name: value + vars(other)[name] for name, value in vars(self).items()})
 
     @property

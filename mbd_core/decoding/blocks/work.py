@@ -13,7 +13,7 @@ class StepWork:
 
     draws      tokens are drawn (temperature above 0)
     truncates  they are drawn from a part of the vocabulary (top_k or top_p), which takes a sort
-    scores     positions are ranked by something else than confidence
+    scores     positions are ranked by a score other than confidence
     softens    filled positions are embedded as a mixture (DMax)
     revises    filled positions may change (T2T, DMax)
     quotas     several positions may be accepted by their rank
@@ -44,7 +44,7 @@ ALL_WORK = StepWork(**dict.fromkeys(WORK_NAMES, True))
 
 
 def work_of(decoding: DecodingConfig, sampling: Sampling, *, adapts: bool = False) -> StepWork:
-    """What a request asks of each of its steps."""
+    """The work that a request needs in each of its steps."""
     return StepWork(
         draws=sampling.draws,
         truncates=sampling.truncates,

@@ -1,4 +1,4 @@
-"""A lane: one copy of a canvas, with its own keys and values. Guidance has two, BlockBatch one for each branch."""
+"""A lane: one copy of a canvas, with its own keys and values. Guidance has two lanes, BlockBatch one a branch."""
 
 from dataclasses import dataclass
 
@@ -82,6 +82,7 @@ def num_lanes(canvas: Canvas, max_tokens: int) -> int:
 
 
 def distinct_lengths(branches: Branches, max_tokens: int) -> list[int]:
-    """The block lengths that decode this canvas differently: all shorter ones, and the first that is not shorter."""
+    """The block lengths that decode this canvas differently: all shorter than the answer, and the first that is
+    not."""
     lengths = branches.block_lengths
     return [n for i, n in enumerate(lengths) if i == 0 or lengths[i - 1] < max_tokens]

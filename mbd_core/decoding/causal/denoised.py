@@ -28,7 +28,7 @@ class BlockDecoder(PrefixDecoder):
         assert request.decoding.causal is not None
         self._causal = request.decoding.causal
         self._has_seeds = self._causal.context == "causal"
-        # the first row behind committed tokens is the last of the forward that stored them, and has its noise
+        # the first row behind committed tokens repeats the last row of the forward that stored them, and its noise
         self._num_repeated = int(self._has_seeds and bool(request.committed))
         self._block: Lane | None = None  # `None` before the first seed
         if not self._has_seeds:
@@ -81,7 +81,7 @@ class BlockDecoder(PrefixDecoder):
         return open_at
 
     def _store(self, seed: list[int], log_probs: list[float]) -> None:
-        """Notes that the block is stored. The next one begins with `seed`, if there is one."""
+        """Notes that the block is stored. The next block begins with `seed`, if there is a seed."""
         if self._block is not None:
             new = slice(len(self._all) - self.num_stored, self._block.first_mask(0))
             lists = (self._block.tokens, self._block.log_probs, self._block.steps)

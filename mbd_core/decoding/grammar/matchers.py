@@ -11,7 +11,7 @@ from mbd_core.decoding.grammar.schemas import GrammarRefused, at, check_bounds, 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-MAX_PLACES = 200  # parts of a schema compiled alone, to find the one that cannot be honoured
+MAX_PLACES = 200  # parts of a schema compiled alone, to find the part that cannot be honoured
 
 
 def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
@@ -92,12 +92,12 @@ def _matcher_of(tokenizer: LLTokenizer, syntax: Syntax, text: str) -> tuple[LLMa
 
 
 def first_line(text: str) -> str:
-    """The first line of an error, and the last one too where the first only announces it."""
+    """The first line of an error; the last line too, if the first only announces it."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
     if lines[0].endswith(":") and len(lines) > 1:
         lines[0] = f"{lines[0]} {lines[-1].removeprefix('error: ')}"
     return lines[0][:200]
 
 
-# A step beyond them ends in an error instead of seconds of work; a first mask may take half a second.
+# A step beyond these limits ends in an error instead of seconds of work; a first mask may take half a second.
 LIMITS: dict[str, Any] = {"initial_lexer_fuel": 300_000, "step_lexer_fuel": 20_000, "max_lexer_states": 50_000}

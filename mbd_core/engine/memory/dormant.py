@@ -38,7 +38,8 @@ class DormantMemory:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Takes the memory again. If memory is short it raises torch's error, holds none, and may be called again."""
+        """Takes the memory again. Raises torch's error if memory is short; it then holds none, and may be called
+        again."""
         try:
             for storage, copy in self._copies:
                 storage.untyped_storage().resize_(copy.numel())

@@ -1,4 +1,4 @@
-"""Other weights in the place of a running engine's, between two steps.
+"""The replacement of a running engine's weights, between two steps.
 
 The parameters keep their addresses, so that CUDA graphs and the fused forward's joint weights stay valid.
 """
@@ -105,8 +105,8 @@ def _check_tensors(model: Decoder, tensors: Iterable[tuple[str, Tensor]], dtype:
 
 @torch.no_grad()
 def overwrite(model: Decoder, weights: StagedWeights) -> None:
-    """Copies staged weights over the model's, in place. Weights that are FP8 or int8 only in the model are rounded
-    anew, with new scales."""
+    """Copies staged weights over the model's weights, in place. Weights that are FP8 or int8 only in the model are
+    rounded anew, with new scales."""
     places = {name: tensor for name, tensor in model.state_dict().items() if name in weights.tensors}
     for name, place in places.items():
         _copy(place, weights.tensors[name])

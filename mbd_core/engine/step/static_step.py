@@ -5,7 +5,7 @@ alone, one before and one after the forward. `torch.compile` makes few kernels o
 functions. A step is compiled where it is captured as a CUDA graph (`graphs.py`), and nowhere else: a step that no
 capture foresaw must not wait for a compiler.
 
-Shape legend: R batch rows, N slots, A positions with logits, D hidden, X numbers of a report.
+Shape legend: R batch rows, N slots, A positions with logits, D hidden, X elements of a report.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from mbd_core.engine.step.rows import SlotLayout, StepRows, static_rows
 
 
 def static_step(state: StepState, kind: StepKind, *, num_pages: int, compiled: bool = False) -> Tensor:
-    """One static step without a graph; its report (X,). No batch row has more than `num_pages` pages."""
+    """Runs one static step without a graph. Returns its report (X,). No batch row has more than `num_pages` pages."""
     runner, work = state.runner, kind.work
     before = _compiled(_before_forward) if compiled else _before_forward
     after = _compiled(_after_forward) if compiled else _after_forward
@@ -76,7 +76,8 @@ _MOST_COMPILED = 64
 
 @cache
 def _compiled(half: Callable[..., Any]) -> Callable[..., Any]:
-    """A half of the step, compiled at its first call of a form; an error, not the eager half, if it cannot be."""
+    """A half of the step, compiled at its first call of a form. Raises if it cannot be compiled: it never runs
+    eagerly."""
     run = torch.compile(half, fullgraph=True)
 
     def run_compiled(*args: Any, **options: Any) -> Any:

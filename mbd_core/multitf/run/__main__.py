@@ -39,7 +39,7 @@ SHOWN = (
     *("train.lora.rank", "train.teacher.model", "train.tensor_parallel"),
     *("sharding", "plan", "checkpoints", "every", "out", "overwrite", "write", "log_to"),
 )
-"""What most runs choose; `--set` and a file reach all fields."""
+"""The fields that most runs choose; `--set` and a file reach all fields."""
 
 main = command(run, "python -m mbd_core.multitf.run", shown=SHOWN, failures=(OSError,))
 

@@ -36,18 +36,18 @@ class PlainOptions:
     """The options of this command alone."""
 
     plan: Annotated[int | None, Ge(1), Flag(panel=CLUSTER)] = None
-    """Print what N GPUs would need of memory, and end."""
+    """Print the memory that N GPUs would need, and end."""
     out: Annotated[str | None, Flag(metavar="DIR", default="out/RECIPE")] = None
     """Model folder to write."""
     checkpoints: Annotated[str | None, Flag(metavar="DIR|URL")] = None
-    """Where checkpoints and losses.jsonl lie; if one is there, go on."""
+    """Folder of checkpoints and losses.jsonl; the run continues from the newest checkpoint there."""
     every: Annotated[int, Ge(1)] = 500
     """Steps between two checkpoints."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedAlone:
-    """The written model folder, the trained recipe, its differences from the named one, and the numbers of each
+    """The written model folder, the trained recipe, its differences from the named recipe, and the numbers of each
     update."""
 
     model: Path
@@ -134,7 +134,7 @@ def check_checkpoints(location: str) -> None:
 
 
 def chosen_sharding(start: StartingPoint, choice: config.ShardingChoice, workers: Workers) -> config.Sharding:
-    """The sharding of the weights; prints the memory plan. Raises `ValueError` if they do not fit."""
+    """The sharding of the weights; prints the memory plan. Raises `ValueError` if the weights do not fit."""
     if workers.device.type == "cuda":
         available, device = torch.cuda.get_device_properties(workers.device).total_memory, "GPU"
     else:

@@ -1,4 +1,4 @@
-"""`losses.jsonl` of a run: a line for each update, written when it is done: its point of the curve, and its speed.
+"""`losses.jsonl` of a run: for each update, when it is done, a line with its point of the curve and its speed.
 
 Equal runs have equal points and never equal speeds: checkpoints hold the curve, and only this file the speeds.
 """
@@ -20,8 +20,8 @@ Point = dict[str, float]
 class CurveFile:
     """The curve of a run as lines of a file in its folder; `points` are its lines.
 
-    Each update is a line at once, or, where the storage cannot append, whenever `flush` is called. The file's first
-    writing drops the updates that a restart repeats, and keeps the others' speeds and sweeps.
+    An update is written at once, or at the next `flush` if the storage cannot append. The first writing of the file
+    drops the updates that a restart repeats, and keeps the speeds and sweeps of the other updates.
     """
 
     def __init__(self, folder: Folder, curve: list[Point]) -> None:
@@ -33,7 +33,7 @@ class CurveFile:
         self._write()
 
     def flush(self) -> None:
-        """Bring the file up to date where lines cannot be appended."""
+        """Bring the file up to date if lines cannot be appended."""
         self._file.flush()
 
     def append(self, **speed: float) -> None:

@@ -29,9 +29,10 @@ def export(
 ) -> None:
     """Writes the trained model, in bfloat16 as these families are published, with its recipe.
 
-    Its folder has all files of its base's, so it loads wherever the base does. An adapter is merged into the model
-    first. If the recipe recommends decoding a full-attention model in blocks of another size than it was trained in,
-    as D2F does, the model's configuration has that size. Raises `ValueError` for a folder that must not be replaced.
+    Its folder has all files of the base's folder, so it loads wherever the base does. An adapter is merged into the
+    model first. If the recipe recommends decoding a full-attention model in blocks of another size than it was trained
+    in, as D2F does, the model's configuration has that size. Raises `ValueError` for a folder that must not be
+    replaced.
     """
     merge_adapter(model)
     if model.config.attention == "full":

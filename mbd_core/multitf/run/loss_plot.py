@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from mbd_core.multitf.step.loss_buckets import BUCKETS
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")
-"""Okabe and Ito's, which the colour-blind tell apart; lines differ in their dashes too."""
+"""Okabe and Ito's colours, which the colour-blind tell apart; lines differ in their dashes too."""
 DASHES = ("-", "--", "-.", ":")
 WINDOWS = 20
 """A moving mean covers one part in `WINDOWS` of a run, at most 100 updates."""

@@ -21,7 +21,7 @@ MAX_EVENTS = 200_000  # of a memory snapshot
 
 
 class Profile:
-    """Measures `left` updates of a run; `step` is called after each update."""
+    """Measures some of the next `num_left` updates of a run; `step` is called after each update."""
 
     def __init__(self, measuring: Measuring, checkpoints: Checkpoints, workers: Workers, *, num_left: int) -> None:
         self.measuring, self.checkpoints, self.workers = measuring, checkpoints, workers
@@ -72,7 +72,7 @@ class Profile:
 
 
 def check_measuring(measuring: Measuring, device: torch.device) -> None:
-    """Raises `ValueError` for a memory snapshot of a device that has none."""
+    """Raises `ValueError` for a memory snapshot on a CPU."""
     if measuring.memory_snapshot and device.type != "cuda":
         raise ValueError(
             "measuring.memory_snapshot records what a GPU's memory holds, and this training computes on a CPU; "

@@ -20,8 +20,10 @@ class Sweeper(Protocol):
     """The process that sweeps, outside this one."""
 
     def begin(self, step: int) -> Future[Numbers]:
-        """Begins to sweep the checkpoint of a step: `sweep_accuracy`, a share, and `sweep_tpf`. Raises if it has no
-        room."""
+        """Begins to sweep the checkpoint of a step. Raises if there is no room for the sweep.
+
+        The results are `sweep_accuracy`, a share, and `sweep_tpf`.
+        """
 
     def reason(self, error: BaseException) -> str:
         """The reason why a sweep did not begin or failed, in one line."""
@@ -48,7 +50,7 @@ class Sweeps:
         self._due_step = self.checkpoints.in_use = step
 
     def poll(self) -> None:
-        """Logs a sweep that has ended, and begins the due one, without waiting."""
+        """Logs a sweep that has ended, and begins the due sweep, without waiting."""
         if self._under_way is not None and self._under_way[1].done():
             self._collect()
         if self._due_step is not None and self._under_way is None and not self.checkpoints.is_writing(self._due_step):

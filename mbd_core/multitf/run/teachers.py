@@ -69,7 +69,7 @@ def _check_base(base: ModelFolder) -> None:
 
 
 def check_vocabulary(teacher: ModelFolder, student: ModelFolder) -> None:
-    """Raise `ValueError` unless the two have the same tokens; the student's mask may be a token more."""
+    """Raise `ValueError` unless both models have the same tokens; the student may have its mask beside them."""
     ours, theirs = (dict(folder.tokenizer.get_vocab()) for folder in (student, teacher))
     mask = student.config.mask_token_id
     differing = [

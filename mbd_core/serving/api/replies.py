@@ -209,7 +209,7 @@ class Reply:
         total = sum(counts, Counts())
         oldest, newest = min(w[0] for w in weights), max(w[1] for w in weights)
         shares = {**asdict(total), "tpf": total.tpf, "oldest_weights": oldest, "newest_weights": newest}
-        measures = cast(Measures, shares)  # it says each count of `Counts`, which a test holds
+        measures = cast(Measures, shares)  # it has each count of `Counts`; a test checks this
         if self.seed is not None:
             measures["seed"] = self.seed
         if self.speed is not None:

@@ -29,7 +29,7 @@ def score_requests(
     """
     requests: list[Request] = []
     group, limits = uuid.uuid4().hex, model.limits.admission
-    slots = min(2, limits.buffer_size)  # with two, the next block's first forward stores the block before it
+    slots = min(2, limits.buffer_size)  # with two slots, the next block's first forward stores the block before it
     decoding = DecodingConfig(block_size=model.limits.block_size, buffer_size=slots, tau_add=1.0, tau_m2t=1.0)
     for prompt in prompts:
         if len(prompt) >= limits.max_length:

@@ -8,7 +8,7 @@ from mbd_core.decoding.blocks.request import Request, StepOutput
 
 
 class JoinedAnswer:
-    """The steps of several engine requests as the steps of one.
+    """The steps of several engine requests as the steps of one request.
 
     piece  the tokens so far, behind the request's `committed`
     """
