@@ -224,7 +224,8 @@ def _get(reference: bytes) -> bytes:
 
 
 def look(paths: Sequence[str], files: Sequence[str], *, bundle: Resources, own: bool = False) -> Mapping[str, Sight]:
-    """What each other node with room for a bundle sees, by its host's name; with `own` this node too if it has room.
+    """The sight of each other node with room for a bundle, by its host's name; with `own` this node too if it has
+    room.
 
     No node is asked if there are neither paths nor files. Raises `RuntimeError` for a node that does not answer.
     """

@@ -83,7 +83,7 @@ class UserFunction:
             )
 
     def __call__(self, rows: QuestionRows) -> Any:
-        """What the function returns for these answers, which may be an awaitable."""
+        """The function's result for these answers, which may be an awaitable."""
         return self._function(**{name: _argument(self.form, name, rows) for name in self._names})
 
     def rewards(self, value: Any, rows: QuestionRows) -> list[Any]:

@@ -134,7 +134,7 @@ class Folder:
 
     @property
     def is_shared(self) -> bool:
-        """Whether other processes see what is written there; `memory://` is each process's own."""
+        """Whether other processes see files that are written there; `memory://` is each process's own."""
         return not self.location.startswith("memory://")
 
     @property

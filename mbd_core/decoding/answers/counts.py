@@ -11,7 +11,7 @@ class Counts:
     num_tokens            useful tokens: generated before EOS, at most max_tokens
     num_forwards          NFE: forwards that its blocks took part in, store-only forwards included
     num_store_forwards    of num_forwards, the forwards that decoded none of its blocks (SingleBD's bubble)
-    num_prefill_forwards  forwards that carried only its prompt, or repeated what a preemption undid; not in NFE
+    num_prefill_forwards  forwards that carried only its prompt, or repeated forwards that a preemption undid; not NFE
     decode_seconds        wall time of the steps counted in num_forwards
     num_cached_tokens     tokens of the prompt that came from the prefix cache
     num_drafted_tokens    drafted tokens that a verification judged (`linear_spec`, `verify`); of these

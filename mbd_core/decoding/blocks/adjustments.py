@@ -1,4 +1,4 @@
-"""What requests change in logits before a token is chosen: biases, bans and penalties, row by row.
+"""The changes that requests make to logits before a token is chosen: biases, bans and penalties, row by row.
 
 They change the choice alone. Confidences, scores and log-probabilities keep the model's own distribution, so
 thresholds mean the same, and a step map can be run again. In one forward all positions of a sequence see the same

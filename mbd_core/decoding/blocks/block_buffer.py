@@ -40,7 +40,7 @@ from mbd_core.decoding.blocks.work import ALL_WORK, StepWork
 
 @dataclass(frozen=True)
 class Commit:
-    """What one step did, on the buffer's device. Slots are counted before the slide.
+    """The result of one step, on the buffer's device. Slots are counted before the slide.
 
     num_blocks_R    blocks that this step's forward stored and that have left the buffer
     tokens_RNB      all tokens after the step; the first `num_blocks_R` slots are committed
@@ -227,7 +227,7 @@ class BlockBuffer:
         )
 
     def adjust(self, at_A: Tensor | None) -> Adjust | None:
-        """What the rows' requests change in the logits at places `at_A` of the flattened buffer (`None`: all)."""
+        """The changes of the rows' requests to the logits at places `at_A` of the flattened buffer (`None`: all)."""
         if self.adjustments is None:
             return None
         return self.adjustments.at(

@@ -2,8 +2,8 @@
 
 A token is an int and a mask is `None`. `predict` is the model: from the committed tokens and the resident blocks
 before the step (their tokens, and with DMax the weights of their embeddings) it returns a token, a confidence and a
-score for every position of every block. The score ranks positions in the fallback; it is the negative entropy where
-the method says so, and else the confidence.
+score for every position of every block. The score ranks positions in the fallback; it is the negative entropy if
+the method says so, else the confidence.
 
 Where the paper leaves a choice, the project's rules hold: progress counts editable positions only; if no block is
 active, the next block is activated regardless of thresholds; the forward after a block's completion stores the block;
@@ -13,7 +13,7 @@ buffer alone. With T2T a forward that does not change a complete block stores it
 that forward; a block that still changes is final after `max_edits` more forwards. With DMax the inputs of a block are
 mixed, so the next forward stores it from its hard tokens. With `carry` the forward that stores a block predicts at
 its first position the token behind it, which fills the next block's first position if that is still a mask; and a
-prompt of whole blocks begins with the store of its last one.
+prompt of whole blocks begins with the store of its last block.
 """
 
 import itertools
@@ -106,7 +106,8 @@ def low_entropies(masks: list[int], predictions: Predictions, bound: EntropyBoun
 
 
 def revised_tokens(block: ResidentBlock, predictions: Predictions, config: DecodingConfig) -> dict[int, int]:
-    """The tokens that overwrite others in an active block, by position (Alg. 5 line 15; DMax: all that differ)."""
+    """The tokens that overwrite others in an active block, by position (Alg. 5 line 15; DMax: all tokens that
+    differ)."""
     if not config.revises:
         return {}
     tau = config.t2t.tau if config.t2t else -1.0
@@ -258,7 +259,7 @@ def block_buffer_multibd(
 ) -> LiteralRun:
     """Algorithm 5: always `buffer_size` slots; a DUMMY slot is `None`, and the model does not see it.
 
-    `limits` gives for each forward how many blocks may then be resident before another is activated (a busy engine's
+    `limits` gives for each forward the number of resident blocks below which another is activated (a busy engine's
     block budget); at least 1.
     """
     decoding = LiteralDecoding(prompt, max_tokens, config, predict, eos)

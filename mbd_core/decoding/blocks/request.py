@@ -31,7 +31,7 @@ class Request:
                    counts in `max_tokens` and is in the output's tokens, but no step hands it out again
     first_forward  number of its forwards in that engine; the noise of drawn tokens continues from this number
     adapter        the LoRA adapter to decode with, by the name under which the engine loaded it
-    grammar        what the text of the answer must match; it then ends with an EOS within `max_tokens`
+    grammar        the answer's text must match it; the answer then ends with an EOS within `max_tokens`
     closing        under a grammar: tokens that lead from `committed` to the answer's end (`StepOutput.closing`)
     template       if not empty, the `max_tokens` positions behind the prompt: a token is fixed, and `None` is a hole
                    to be filled. Fixed tokens are in the output, and do not count as generated

@@ -1,4 +1,4 @@
-"""The rules of verified decoding: which run of a draft is judged, whether to judge it, and what the judgement decides.
+"""The rules of verified decoding: which run of a draft is judged, whether to judge it, and which tokens result.
 
 The forward that drafted x gives it the probabilities p; the same weights at block size 1 give the probabilities q:
 

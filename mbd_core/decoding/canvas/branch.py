@@ -142,7 +142,7 @@ def compatible(lane: Lane, other: Lane) -> bool:
 
 @dataclass(frozen=True)
 class LaneChanges:
-    """What one forward changed on a branch's lane, by block.
+    """The changes of one forward on a branch's lane, by block.
 
     accepted    masks that became tokens
     edited      tokens that were replaced or masked again

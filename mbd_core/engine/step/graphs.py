@@ -133,7 +133,7 @@ class StepGraphs:
 
 
 def _size(kind: StepKind) -> tuple[int, int, bool, int, int]:
-    """Orders kinds by what their step computes: batch rows, slots, positions with logits, optional work."""
+    """Orders kinds by the work of their step: batch rows, slots, positions with logits, optional work."""
     return kind.num_rows, kind.num_slots, kind.num_asked is None, kind.num_asked or 0, sum(vars(kind.work).values())
 
 

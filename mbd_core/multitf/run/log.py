@@ -1,4 +1,4 @@
-"""What a run prints and logs under any launcher: progress, `losses.jsonl`, the targets of `--log-to`, `losses.png`.
+"""The output of a run under any launcher: printed progress, `losses.jsonl`, the targets of `--log-to`, `losses.png`.
 
 Only the first worker has a log. Its files lie in the run's folder, here or at a URL.
 """
@@ -126,7 +126,7 @@ def _short(number: float) -> float:
     return float(f"{number:.6g}")
 
 
-# What a run prints.
+# The printed lines of a run.
 
 PROGRESS_SECONDS = 3.0
 SHOWN_STEPS = 50
@@ -134,7 +134,7 @@ SHOWN_STEPS = 50
 
 
 class Log:
-    """What the first worker prints as updates are done, and the run's files if it has a folder.
+    """The printed progress of the first worker, and the run's files if it has a folder.
 
     On a terminal a progress bar; else a line every few seconds, with means over the updates since the line before, the
     speed, and the time left. `curve` is the run's; the run's loop adds points to it.

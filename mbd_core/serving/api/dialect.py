@@ -20,7 +20,7 @@ class ChatDialect(Strict):
 
     @model_validator(mode="after")
     def _stands_for_a_chat(self) -> Self:
-        """Make the chat while the body is parsed: for a large body it takes as long, and its turn must hold both."""
+        """Make the chat while the body is parsed. For a large body it takes as long, so its turn covers both."""
         _ = self.chat
         return self
 

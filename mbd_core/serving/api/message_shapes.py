@@ -17,7 +17,7 @@ class AnswerText(TypedDict):
 class AnswerThinking(TypedDict):
     type: Literal["thinking"]
     thinking: str
-    """empty where `thinking.display` is `omitted`"""
+    """empty if `thinking.display` is `omitted`"""
     signature: str
     """a constant: thoughts are not signed here"""
 
@@ -25,7 +25,7 @@ class AnswerThinking(TypedDict):
 class AnswerToolUse(TypedDict):
     type: Literal["tool_use"]
     id: str
-    """which the `tool_result` names"""
+    """the id that the `tool_result` names"""
     name: str
     input: dict[str, Any]
 
@@ -39,9 +39,9 @@ class ThinkingTokens(TypedDict):
 
 class MessageUsage(TypedDict):
     input_tokens: int
-    """tokens of the prompt that the prefix cache did not hold; in `message_start` all of the prompt's"""
+    """tokens of the prompt that the prefix cache did not hold; in `message_start` all tokens of the prompt"""
     cache_creation_input_tokens: int
-    """0: nothing is paid for what is cached"""
+    """0: nothing is paid for tokens that are cached"""
     cache_read_input_tokens: int
     """tokens of the prompt from the prefix cache"""
     output_tokens: int

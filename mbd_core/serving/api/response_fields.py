@@ -73,7 +73,7 @@ class InputCall(Strict):
     arguments: str
     """a JSON object as text"""
     parsed_arguments: dict[str, Any] | None = None
-    """what OpenAI's client adds to an answer; changes nothing"""
+    """OpenAI's client adds it to an answer; changes nothing"""
     id: str | None = None
     """changes nothing"""
     status: Status | None = None

@@ -1,4 +1,4 @@
-"""The tokenizer over HTTP: texts and chats to ids, ids to text, and what a client needs to build prompts."""
+"""The tokenizer over HTTP: texts and chats to ids, ids to text, and the parts of which a client builds prompts."""
 
 from transformers import PreTrainedTokenizerBase
 

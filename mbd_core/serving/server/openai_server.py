@@ -38,7 +38,7 @@ from mbd_core.serving.tokens.stream import TimeLimit
 Body = bytes | Callable[[], Awaitable[bytes]]
 G = TypeVar("G", CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest)
 
-MOST_SLOWED = 64  # refusals that last, each with its connection and its body
+MOST_SLOWED = 64  # delayed refusals at once, each with its connection and its body
 
 
 class OpenAIServer:
