@@ -11,6 +11,7 @@ older state repeats version numbers.
 """
 
 import socket
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ import pyarrow as pa
 import ray
 import torch
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import Tensor, distributed
@@ -42,6 +43,7 @@ from mbd_core.rl.rollouts import RolloutEngine
 from mbd_core.storage.folder import Folder
 
 RETRIES = 3  # of a part whose engine's process was lost
+LOST_SECONDS = 60.0  # until a lost machine is known to be lost
 
 
 @dataclass(frozen=True)
@@ -257,10 +259,14 @@ class RayRLExecutor:
 
         def results() -> Iterator[NumberedTable]:
             left = list(waiting)
-            with engine_errors():
-                while left:
-                    ready, left = ray.wait(left)
-                    yield from ray.get(ready)
+            try:
+                with engine_errors():
+                    while left:
+                        ready, left = ray.wait(left)
+                        yield from ray.get(ready)
+            except LearnerLost:
+                self._end_learners()
+                raise
 
         return results()
 
@@ -313,7 +319,10 @@ class RayRLExecutor:
     def _finish(self, references: Sequence[Any]) -> list[Any]:
         """The results of calls on the learner's workers. The first failure is raised without waiting for other
         workers, which may wait for the failed one. If a process was lost, all workers are killed, and `LearnerLost` is
-        raised."""
+        raised.
+
+        The others of a lost process may fail before Ray says that it is lost: a `RuntimeError` waits for that.
+        """
         waiting = list(references)
         try:
             with cluster_errors():
@@ -322,10 +331,35 @@ class RayRLExecutor:
                     ray.get(ready)
                 return ray.get(list(references))
         except RayActorError as error:
-            for actor in self._learners:
-                ray.kill(actor)
-            self._learners = []
-            raise LearnerLost(f"a learner's process was lost: {task_sentence(error)}") from error
+            lost = error
+        except RuntimeError:
+            found = _lost_process(waiting)
+            if found is None:
+                raise
+            lost = found
+        self._end_learners()
+        raise LearnerLost(f"a learner's process was lost: {task_sentence(lost)}") from lost
+
+    def _end_learners(self) -> None:
+        for actor in self._learners:
+            ray.kill(actor)
+        self._learners = []
+
+
+def _lost_process(waiting: Sequence[Any]) -> RayActorError | None:
+    """The error of a call whose process was lost, which Ray may say some time after another process has failed."""
+    deadline = time.monotonic() + LOST_SECONDS
+    left = list(waiting)
+    while left and (seconds := deadline - time.monotonic()) > 0:
+        ready, left = ray.wait(left, timeout=seconds)
+        for reference in ready:
+            try:
+                ray.get(reference)
+            except RayActorError as error:
+                return error
+            except RayError:
+                continue
+    return None
 
 
 def score_part(number: int, table: pa.Table, rewards: RewardConfig, *, isolated: bool = False) -> NumberedTable:
@@ -367,10 +401,16 @@ def cluster_errors() -> Iterator[None]:
 
 @contextmanager
 def engine_errors() -> Iterator[None]:
-    """`cluster_errors`, and a `RuntimeError` if an engine's process was lost too often."""
+    """`cluster_errors`, a `RuntimeError` if an engine's process was lost too often, and `LearnerLost` if the weights
+    were lost with the learner's machine before an engine had taken them."""
     try:
         with cluster_errors():
             yield
+    except RuntimeError as error:
+        task = error.__cause__
+        if isinstance(task, RayTaskError) and isinstance(task.cause, ObjectLostError):
+            raise LearnerLost("a learner's machine was lost, and its weights with it") from error
+        raise
     except RayActorError as error:
         raise RuntimeError(
             f"an engine's process was lost {RETRIES + 1} times on one part: {task_sentence(error)}"

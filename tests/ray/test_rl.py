@@ -17,6 +17,7 @@ import psutil
 import pytest
 import ray
 import torch
+from ray.exceptions import ObjectLostError, RayActorError
 from rl_runs import ENGINE, finish, rollout_rows, timeless_lines, tiny_run
 from safetensors.torch import load
 from torch import Tensor
@@ -25,6 +26,7 @@ from actors.rl.executor import EngineActor, Layout, RayRLExecutor, WeightsOrder
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.multitf.step.objective import PolicyObjective
 from mbd_core.rl.config import RLRecipe
+from mbd_core.rl.executor import LearnerLost
 from mbd_core.rl.folder import RunFolder
 from mbd_core.rl.loop import RLRun
 from mbd_core.rl.parts import RewardFailed
@@ -96,6 +98,47 @@ def test_an_engine_never_keeps_other_weights_of_the_same_number(
         assert answers[0]["tokens"] == answers[1]["tokens"]
         drawn.append(answers[0]["logprobs"])
     assert drawn[0] == drawn[2] != drawn[1]
+
+
+def test_a_lost_learner_is_known_by_its_peer_s_failure_or_by_its_lost_weights(
+    ray_cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray says later than the process group that a machine is lost."""
+
+    class Process:
+        """An actor in the place of a learner's worker or an engine."""
+
+        def end(self) -> None:
+            time.sleep(1)
+            os._exit(1)
+
+        def idle(self) -> None:
+            time.sleep(30)
+
+        def fail(self) -> None:
+            raise RuntimeError("Connection closed by peer")
+
+        def decode(self, number: int, table: object, weights: object) -> None:
+            raise ObjectLostError("00" * 28, b"", "")
+
+    executor, actor = RayRLExecutor.__new__(RayRLExecutor), ray.remote(num_cpus=0)(Process)
+    executor._learners = [actor.remote() for _ in range(3)]
+    lost, failed, whole = executor._learners
+    with pytest.raises(LearnerLost, match="a learner's process was lost: ") as raised:
+        executor._finish([lost.end.remote(), failed.fail.remote(), whole.idle.remote()])
+    assert isinstance(raised.value.__cause__, RayActorError) and not executor._learners
+
+    monkeypatch.setattr("actors.rl.executor.LOST_SECONDS", 1.0)
+    failed, whole = (actor.remote() for _ in range(2))
+    with pytest.raises(RuntimeError, match="Connection closed by peer") as raised:
+        executor._finish([failed.fail.remote(), whole.idle.remote()])
+    assert not isinstance(raised.value, LearnerLost), "no process was lost"
+
+    executor._learners, executor._engines = [whole], [actor.remote()]
+    executor._order = WeightsOrder(1, (None,))
+    with pytest.raises(LearnerLost, match="its weights with it"):
+        list(executor.rollouts([(0, None)]))  # type: ignore[list-item]
+    assert not executor._learners
 
 
 @pytest.mark.slow
