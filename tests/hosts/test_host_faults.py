@@ -1,7 +1,7 @@
 """Jobs and a served model spread over hosts; a host that dies or is cut off costs time and no result.
 
-The hosts are network namespaces with disks of their own (`tests/support/clusters/host_cluster.py`): runs lie in an
-object storage, and a model of the head is carried to the others.
+The hosts are network namespaces with disks of their own (`tests/support/clusters/host_cluster.py`): runs, reports and
+the served model lie in an object storage, and a model of the head is carried to the others.
 `pytest tests/hosts -s` prints what faults cost.
 """
 
@@ -28,8 +28,10 @@ from host_cluster import (
     host_cluster,
     wait_for,
 )
+from object_store import use_store
 from served_hosts import GATEWAY, SERVED_ENGINE, Client, deployed, say
 
+from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.evaluation.sweep.folder import REPORT, read_samples
 from mbd_core.multitf.run.checkpoints import MARKER
 from mbd_core.multitf.run.curve_file import LOSSES
@@ -59,8 +61,7 @@ def namespaces() -> None:
 def cluster(namespaces: None) -> Iterator[HostCluster]:
     started = time.monotonic()
     with host_cluster(num_workers=4, disks="private") as cluster, pytest.MonkeyPatch.context() as patch:
-        for name, value in cluster.store.items():
-            patch.setenv(name, value)  # so that this process reads what lies there
+        use_store(cluster.store, patch)
         cluster.start(*cluster.workers[:2])
         say("the cluster is up", since=started)
         yield cluster
@@ -181,9 +182,12 @@ def wait_until_dead(cluster: HostCluster, host: Host) -> None:
     wait_for(lambda: host.address not in cluster.living_addresses(), f"the end of {host.name}")
 
 
-def test_a_sweep_outlives_the_host_of_its_engine(cluster: HostCluster, model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fault", ["dies", "is cut off"])
+def test_a_sweep_outlives_the_host_of_its_engine(
+    fault: str, cluster: HostCluster, model: Path, tmp_path: Path
+) -> None:
     """Its engine is on one host and the grading on the other: each takes a CPU."""
-    out, log = cluster.disk / "sweep", tmp_path / "job.log"
+    out, log = Folder.at(f"s3://bucket/{tmp_path.name}"), tmp_path / "job.log"
     options = {"--models": model, "--tasks": "gsm-mini,code-mini", "--grid": "tau_m2t=0.5,0.9;buffer_size=2"}
     options |= {"--limit": 16, "--max-tokens": 32, "--max-rows": 2, "--timed": 0, "--out": out}
     arguments = [str(part) for option in options.items() for part in option]
@@ -194,30 +198,43 @@ def test_a_sweep_outlives_the_host_of_its_engine(cluster: HostCluster, model: Pa
         return list(cluster.actors(ENGINE).values())
 
     (address,) = wait_for(engine, "the engine")
-    (dying,) = (host for host in cluster.workers if host.address == address)
-    fault = time.monotonic()
-    dying.kill()
-    wait_until_dead(cluster, dying)
-    say("a killed host is taken for dead", since=fault)
-    cluster.start(dying)
+    (leaving,) = (host for host in cluster.workers if host.address == address)
+    began = time.monotonic()
+    leaving.kill() if fault == "dies" else leaving.cut_off()
+    wait_until_dead(cluster, leaving)
+    say("the host is taken for dead", since=began)
+    if fault == "is cut off":
+        leaving.reconnect()
+        wait_for(lambda: not leaving.is_up, "the end of a node that comes back as a dead one")
+    cluster.start(leaving)
     assert job.wait(timeout=PATIENCE) == 0, log.read_text()
-    say("the sweep is done", since=fault)
+    say("the sweep is done", since=began)
 
     assert f"The report is in {out}" in log.read_text()
-    report = cluster.head.outside(out)
+    report = out.fetch(tmp_path / "report")
     assert (report / REPORT).exists()
     samples = list(read_samples(report))
     assert sorted(sample["sample"] for sample in samples) == list(range(2 * 4 * 16))  # tasks, settings, problems
     assert not any(sample["error"] for sample in samples)
 
 
+@pytest.fixture(scope="module")
+def at_url(cluster: HostCluster) -> str:
+    """The shipped tiny-mbd in the object storage."""
+    place = Folder.at("s3://bucket/tiny-mbd")
+    for file in model_folder("tiny-mbd").iterdir():
+        if file.is_file():
+            place.write_file(file.name, file)
+    return str(place)
+
+
 @pytest.fixture
-def served(cluster: HostCluster) -> Iterator[Client]:
+def served(cluster: HostCluster, at_url: str) -> Iterator[Client]:
     """Two engines and the gateway on a host each."""
     first_two, others = cluster.workers[:2], cluster.workers[2:]
     cluster.start(*(host for host in first_two if not host.is_up), others[0])
     try:
-        with deployed(cluster, through=cluster.head) as client:
+        with deployed(cluster, through=cluster.head, model=at_url) as client:
             yield client
     finally:
         for host in others:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from chat_rows import chat, write_rows
 from host_cluster import PATIENCE, HostCluster, NoNamespaces, connected_hosts, host_cluster, wait_for
+from object_store import use_store
 from served_hosts import say
 
 from jobs import prepare_data
@@ -25,6 +26,7 @@ from mbd_core.storage.folder import Folder
 
 pytestmark = pytest.mark.slow
 
+ENCODING = "MapBatches(encode_batch)"  # what Ray calls the tasks that tokenise
 RUN = ("--recipe", "tiny-bd", "--precision", "float32", "--steps", 4, "--set", "checkpoint_every=2")
 
 
@@ -135,6 +137,29 @@ def test_data_are_prepared_by_workers_without_the_model(cluster: HostCluster, of
     assert (place / "again" / SAMPLES).read_bytes() == (place / "data" / SAMPLES).read_bytes()
 
 
+def test_data_are_prepared_into_a_storage_though_a_host_dies(
+    cluster: HostCluster, of_head: Path, log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_store(cluster.store, monkeypatch)
+    rows = write_rows(cluster.head.outside(of_head / "many.jsonl"), [chat(number) for number in range(30_000)])
+    model = cluster.head.outside(of_head / "model")
+    assert prepare_data.main([str(rows), "--model", str(model), "--out", str(tmp_path / "alone")]) == 0
+    options = (of_head / "many.jsonl", "--model", of_head / "model", "--workers", 2, "--out", "s3://bucket/prepared")
+    job = cluster.submit("python", "jobs/prepare_data.py", *map(str, options), log=log)
+
+    def busy() -> list[str]:
+        assert job.poll() is None, log.read_text()
+        return cluster.running(ENCODING)
+
+    address, *_ = wait_for(busy, "a task")
+    dying = next(host for host in cluster.workers if host.address == address)
+    dying.kill()
+    cluster.start(dying)
+    assert job.wait(timeout=PATIENCE) == 0, log.read_text()
+    samples = Folder.at("s3://bucket/prepared").read_bytes(SAMPLES)
+    assert samples is not None and samples == (tmp_path / "alone" / SAMPLES).read_bytes()
+
+
 def test_a_model_of_the_head_is_served_by_the_others(cluster: HostCluster, of_head: Path, log: Path) -> None:
     started = time.monotonic()
     options = ("--model", of_head / "model", "--trace", cluster.disk / "traces")
@@ -165,17 +190,17 @@ def test_a_model_of_the_head_is_served_by_the_others(cluster: HostCluster, of_he
 def test_reinforcement_learning_is_refused_a_storage_of_each_host_its_own(
     cluster: HostCluster, of_head: Path, log: Path
 ) -> None:
+    cluster.start(cluster.workers[2])  # engine, learner and rewards take a CPU each
     code, text = run(cluster, "train_rl", *rl_options(of_head), log=log)
     assert code == 1 and refusal(text, "train_rl").startswith(f"--storage {cluster.home}/mbd-runs is not one folder")
 
 
-def test_two_learners_on_two_hosts_outlive_one_of_them(
+def test_two_learners_on_two_hosts_outlive_one_of_them_and_their_engine(
     cluster: HostCluster, of_head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine has the third host, and the fourth has a CPU for rewards; the weights pass through Ray alone."""
-    cluster.start(*cluster.workers[2:])
-    for name, value in cluster.store.items():
-        monkeypatch.setenv(name, value)
+    cluster.start(*(host for host in cluster.workers if not host.is_up))
+    use_store(cluster.store, monkeypatch)
     storage = Folder.at("s3://bucket/rl")
 
     def started(name: str) -> "subprocess.Popen[bytes]":
@@ -198,6 +223,9 @@ def test_two_learners_on_two_hosts_outlive_one_of_them(
     ended(job, "whole")
     say("an undisturbed run has ended", since=began)
 
+    def iterations() -> int:
+        return len(((storage / "disturbed").read_text(ITERATIONS) or "").splitlines())
+
     job, began = started("disturbed"), time.monotonic()
     wait_for(lambda: (storage / "disturbed").has(ITERATIONS), "the numbers of an iteration")
     learners = set(cluster.actors("LearnerActor").values())
@@ -205,6 +233,16 @@ def test_two_learners_on_two_hosts_outlive_one_of_them(
     dying.kill()
     say("a learner's host is killed", since=began)
     cluster.start(dying)
+    done = iterations()
+    wait_for(lambda: iterations() > done, "an iteration behind the fault")
+    (engine,) = cluster.actors("EngineActor").values()
+    leaving = next(host for host in cluster.workers if host.address == engine)
+    leaving.cut_off()
+    say("the engine's host is cut off", since=began)
+    wait_for(lambda: leaving.address not in cluster.living_addresses(), f"the end of {leaving.name}")
+    leaving.reconnect()
+    wait_for(lambda: not leaving.is_up, "the end of a node that comes back as a dead one")
+    cluster.start(leaving)
     ended(job, "disturbed")
     say("the run has ended", since=began)
 
@@ -217,7 +255,7 @@ def rl_options(of_head: Path) -> tuple[object, ...]:
     changes = {"decoding": {"buffer_size": 3, "tau_m2t": 0.05}, "rewards": {"correct": 0, "tpf": 1}}
     return (
         *("--recipe", "tiny-rl", "--model", of_head / "model", "--task", "gsm-mini", "--prompts", 2, "--group", 4),
-        *("--max-tokens", 8, "--iterations", 5, "--evaluate-every", 0, "--advantages", "joint", "--least-right", 0),
+        *("--max-tokens", 8, "--iterations", 12, "--evaluate-every", 0, "--advantages", "joint", "--least-right", 0),
         *("--least-tpf-range", 0, "--part-rows", 4, "--max-rows", 4, "--num-pages", 100, "--log-to", "none"),
         *(part for name, value in changes.items() for part in (f"--{name}", json.dumps(value))),
         *("--max-failures", 3),

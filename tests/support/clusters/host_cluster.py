@@ -273,13 +273,24 @@ class HostCluster:
 
     def actors(self, class_name: str) -> dict[str, str]:
         """The living actors of a class: name or else id, and address of the host."""
-        addresses = {node["node_id"]: node["node_ip"] for node in self._state("nodes")}
+        addresses = self._addresses()
         actors = self._state("actors", "class_name", class_name)
         return {
             actor["name"] or actor["actor_id"]: addresses[actor["node_id"]]
             for actor in actors
             if actor["state"] == "ALIVE"
         }
+
+    def running(self, task: str) -> list[str]:
+        """The addresses of the hosts that run tasks of this name."""
+        addresses = self._addresses()
+        return [
+            addresses[found["node_id"]] for found in self._state("tasks", "name", task) if found["state"] == "RUNNING"
+        ]
+
+    def _addresses(self) -> dict[str, str]:
+        """The address of each node by its id."""
+        return {node["node_id"]: node["node_ip"] for node in self._state("nodes")}
 
     def _state(self, kind: str, key: str = "", value: str = "") -> list[dict[str, Any]]:
         query = [("limit", "1000"), ("detail", "1")]

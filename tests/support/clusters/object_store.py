@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import boto3
+import fsspec
+import pytest
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError
 
@@ -41,6 +43,13 @@ def client_environment(url: str) -> dict[str, str]:
         "AWS_DEFAULT_REGION": "us-east-1",
         "AWS_EC2_METADATA_DISABLED": "true",  # without credentials no other server is asked for some
     }
+
+
+def use_store(environment: dict[str, str], patch: pytest.MonkeyPatch) -> None:
+    """This process finds the server of this environment, and keeps no client of another one."""
+    for name, value in environment.items():
+        patch.setenv(name, value)
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
 
 
 def make_bucket(environment: dict[str, str], server: "subprocess.Popen[bytes]") -> None:

@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import httpx
+import yaml
 from host_cluster import PATIENCE, ROOT, Host, HostCluster, wait_for
 
 # What Ray calls our actors.
@@ -70,8 +71,11 @@ def question(cups: int) -> dict[str, Any]:
 
 
 @contextmanager
-def deployed(cluster: HostCluster, *, through: Host) -> Iterator[Client]:
-    """The application by `serve deploy`, once both engines are ready; its client asks the proxy of `through`."""
+def deployed(cluster: HostCluster, *, through: Host, model: str = "tiny-mbd") -> Iterator[Client]:
+    """The application by `serve deploy`, once both engines are ready; its client asks the proxy of `through`.
+
+    `model` is the name or URL of what is served as tiny-mbd.
+    """
 
     def serve(*arguments: str) -> None:
         result = subprocess.run(
@@ -79,8 +83,12 @@ def deployed(cluster: HostCluster, *, through: Host) -> Iterator[Client]:
         )
         assert result.returncode == 0, result.stdout + result.stderr
 
+    config = yaml.safe_load((ROOT / "k8s" / "base" / "serve.yaml").read_text())
+    config["applications"][0]["args"]["models"][0]["model"] = model
+    file = cluster.folder / "serve.yaml"
+    file.write_text(yaml.safe_dump(config))
     client, start = Client(through), time.monotonic()
-    serve("deploy", str(ROOT / "k8s" / "base" / "serve.yaml"))
+    serve("deploy", str(file))
     try:
         wait_for(lambda: len(client.engines()) == 2, "two engines")
         say("two engines are ready", since=start)
