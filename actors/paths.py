@@ -57,7 +57,7 @@ def model_paths(option: str, *models: str) -> list[OpenedPath]:
 
 
 def teacher_paths(teacher: TeacherSettings | None) -> list[OpenedPath]:
-    """The folder of a teacher, as `model_paths`; none where the base teaches."""
+    """The folder of a teacher, as `model_paths`; none if the base teaches."""
     return [] if teacher is None or teacher.model == BASE_TEACHER else model_paths("--teacher", teacher.model)
 
 
@@ -255,7 +255,7 @@ def look(paths: Sequence[str], files: Sequence[str], *, bundle: Resources, own: 
 
 
 def _names(nodes: Sequence[Mapping[str, str]]) -> list[str]:
-    """The hosts of nodes, with their address where several have one name."""
+    """The hosts of nodes, with their address if several have one name."""
     names = [node["NodeManagerHostname"] for node in nodes]
     return [
         f"{name} ({node['NodeManagerAddress']}:{node['NodeManagerPort']})" if names.count(name) > 1 else name

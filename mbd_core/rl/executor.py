@@ -29,8 +29,8 @@ from mbd_core.storage.models import fetch_model
 class RLExecutor(Protocol):
     """Engines, scorers and a learner: a Ray cluster (`actors/rl/executor.py`), or this process.
 
-    All methods raise `LearnerLost` if the learner's process has ended, and `RewardFailed` if a reward has no value. A
-    lost engine is started anew, and its part is decoded again.
+    All methods raise `LearnerLost` if the learner's process has ended, and `RewardFailed` if a reward cannot be
+    computed. A lost engine is started anew, and its part is decoded again.
     """
 
     def rollouts(self, parts: Sequence[NumberedTable]) -> Iterator[NumberedTable]:

@@ -1,4 +1,4 @@
-"""Groups of answers to one prompt: which of them teach something, and the advantage of each answer.
+"""Groups of answers to one prompt: which groups teach something, and the advantage of each answer.
 
 Facts and formulas: LightningRL (decoupled z-scores, the group filter), TraceRL (z-scored rewards, shares of 0.2 to
 0.8). A z-score is `(x - mean) / std` over the population, and 0 where all are equal.
@@ -109,7 +109,7 @@ def weighted_sum(rewards: Mapping[str, float | None], weights: Mapping[str, floa
 def advantages(
     answers: Sequence[RewardedAnswer], weights: Mapping[str, float], config: GroupConfig, *, seed: int
 ) -> tuple[dict[int, float], Counter[Reason]]:
-    """The advantage of each answer that teaches, by its place among `answers`, and how many groups were dropped, by
+    """The advantage of each answer that teaches, by its place among `answers`, and the numbers of dropped groups by
     reason. `weights` are the weights of the reward's parts; `seed` seeds the shuffling."""
     groups: dict[int, list[int]] = {}
     for place, answer in enumerate(answers):

@@ -51,8 +51,8 @@ HELD_OUT = "held-out"
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutPlan:
-    """The requests of every iteration. `start` is the folder of the recipe's model on this machine; `source` says
-    where the problems come from; `engine` has the slots that rollouts and held-out sweeps take."""
+    """The requests of every iteration. `start` is the folder of the recipe's model on this machine; `source` names
+    the origin of the problems; `engine` has the slots that rollouts and held-out sweeps take."""
 
     recipe: RLRecipe
     start: Path

@@ -74,7 +74,7 @@ class StreamedFile:
         length = struct.unpack("<Q", first)[0] if len(first) == LENGTH_BYTES else MOST_HEAD_BYTES
         begin = LENGTH_BYTES + length
         if length >= MOST_HEAD_BYTES or begin > size:
-            raise ValueError(f"{where} in its header: its first 8 bytes are not the length of one")
+            raise ValueError(f"{where} in its header: the first 8 bytes are not its length")
         head = parse_json(system.cat_file(f"{path}/{name}", start=LENGTH_BYTES, end=begin), where)
         try:
             tensors = {tensor: dict(values) for tensor, values in head.items() if tensor != "__metadata__"}

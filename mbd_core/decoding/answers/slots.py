@@ -78,7 +78,7 @@ class Frame:
     """A request's slots after one forward.
 
     forward    its number among the request's forwards, from 1, as in a step map
-    position   where the first slot begins, counted from the answer's first token; negative where the prompt's end
+    position   where the first slot begins, counted from the answer's first token; negative if the prompt's end
                stands in the same block
     num_slots  its buffer size; slots without a block are not listed
     """

@@ -64,7 +64,7 @@ class Adjust:
 class Adjustments:
     """The changes of each batch row's request, and its tokens by position; memory that never moves.
 
-    history_RL    the tokens of the row's sequence, `vocab_size` where there is none
+    history_RL    the tokens of the row's sequence, `vocab_size` at positions without a token
     prompt_R      the length of its prompt
     ids_RK        tokens whose logits change by `bias_RK` at positions below `until_RK`; minus infinity is a ban
     penalties_R3  repetition, frequency and presence penalty

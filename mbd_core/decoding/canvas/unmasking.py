@@ -58,7 +58,7 @@ class LaneAdjustments:
         self._memory: Adjustments | None = None
 
     def at(self, lane: Lane, position_P: Tensor, logits_PV: Tensor) -> Adjust | None:
-        """The changes at these positions, `None` where there are none."""
+        """The changes at these positions; `None` if the request makes no changes."""
         if not self._adjusts:
             return None
         task, device = self._task, logits_PV.device

@@ -139,7 +139,7 @@ class TokenDecoder(PrefixDecoder):
 
     def _rows_ahead(self, row: Query) -> list[Query | None]:
         """The drafts behind each token of a causal row that may be the last accepted one; of a plain row, behind its
-        last token. `None` where the answer has no room for a draft."""
+        last token. `None` for a draft without room in the answer."""
         if not self._ahead or self._is_held or not row.causal:
             return []
         rows: list[Query | None] = []

@@ -37,8 +37,8 @@ PIECE_BYTES = 2**28
 """The memory limit of one piece of logits and everything made of it: 256 MiB. A canvas of 256 positions over 262,144
 ids is 268 MB in float32 alone; its pieces have 25 positions."""
 COPIES = 10
-"""The most bytes held at once for each byte of a float32 piece; a test counts them. Most are the noise's 64-bit
-integers."""
+"""The most bytes held at once for each byte of a float32 piece; a test counts them. The noise is made of
+64-bit integers."""
 
 
 def temperature(rule: Renoise, step: int) -> float:

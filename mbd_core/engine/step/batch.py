@@ -27,9 +27,9 @@ class BatchRows:
                  positions
     pages_KP     the pages of its sequence, padded with the null page
     stored_K     whether its keys are stored in its pages; otherwise they go to the null page
-    weight_T     DMax's embedding weights, `None` where all tokens are hard
+    weight_T     DMax's embedding weights; `None`: all tokens are hard
     denoising    which tokens of the rows are being denoised; `None`: no token is
-    adapter_K    the slot of each row's LoRA adapter, 0 for none; `None` where no row of the forward has an adapter
+    adapter_K    the slot of each row's LoRA adapter, 0 for none; `None`: no row of the forward has an adapter
     rows_each    number of neighbouring rows of each sequence, the same all through the group
     live_K       whether anything of the row is read afterwards; `None`: all rows are
     logits_at_A  packed tokens of the whole forward whose hidden states give logits; -1 - r stands for the hidden
@@ -58,7 +58,7 @@ class Batch:
 
     logits_at_A  packed tokens whose hidden states give logits, `None`: all in their order; T + r stands for the hidden
                  state that the runner remembers for row r (models whose logits predict the next position)
-    adapter_T    the slot of each token's LoRA adapter, `None` where no token has an adapter
+    adapter_T    the slot of each token's LoRA adapter; `None`: no token has an adapter
     causal_K     which rows are causal inside; `None`: none is
     gap_K        the gap of each row (`BatchRows`); `None`: none has one
     split        the rows' lengths if each row is to be computed apart (batch-invariant)

@@ -33,7 +33,7 @@ class PartVocab(Vocab):
     the same.
 
     reduce  sums a tensor over the ranks
-    fused   whether the logits are on a GPU, where they are read once
+    fused   whether the logits are on a GPU, which reads them once
     """
 
     part: range

@@ -385,7 +385,7 @@ class ChatRequest(GenerationRequest, OtherChatFields, ToolFields, TemplateFields
     thinking_token_budget: Annotated[int, Field(ge=-1)] | None = None
     """the answer may think for this number of tokens, then the mark that ends thoughts is put in, with
     log-probability 0. Where these tokens end within a character, up to three further tokens complete it. Default and
-    -1: `max_tokens` alone bounds thoughts, as it does where it leaves no room behind them. Not beside
+    -1: `max_tokens` alone bounds thoughts, as it does if it leaves no room behind them. Not beside
     `return_step_map`. No effect on a canvas and under a template without thoughts, and `mbd.notes` then says so"""
     verbosity: Annotated[
         Verbosity | None,
