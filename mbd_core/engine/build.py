@@ -65,7 +65,7 @@ def fit_num_pages(
     logits_at_once: int,
     draft: ModelConfig | None = None,
 ) -> int:
-    """The number of pages, the null page included; `ValueError` where not even one sequence's block fits."""
+    """The number of pages, the null page included. Raises `ValueError` if not even one sequence's block fits."""
     model, weights = runner.model.config, runner.model.model.norm.weight
     free, activations = free_host_memory(), 0
     total: int | None = None

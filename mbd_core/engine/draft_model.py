@@ -1,7 +1,7 @@
-"""A small model beside the engine's own, which drafts for it: what the two must have in common.
+"""A small model beside the engine's own, which drafts for it: the conditions for such a pair.
 
-A page holds the keys of its tokens under both models, each in a cache of its own; so tables, owners, and the hashes of
-prefixes are one.
+A page holds the keys of its tokens under both models, each in a cache of its own. So both models share tables, owners,
+and hashes of prefixes.
 """
 
 from mbd_core.decoding.causal.drafted import DraftPair
@@ -11,7 +11,7 @@ from mbd_core.models.model_config import ModelConfig
 
 
 def draft_pair(model: ModelConfig, draft: ModelConfig) -> DraftPair:
-    """What decoders know of the two models. The large one judges by its autoregressive mode if it has one."""
+    """The decoders' knowledge of the two models. The large model judges by its autoregressive mode if it has one."""
     return DraftPair(
         mask_token_id=draft.mask_token_id,
         shift=draft.shift_logits,
@@ -20,7 +20,7 @@ def draft_pair(model: ModelConfig, draft: ModelConfig) -> DraftPair:
 
 
 def check_pair(large: ModelConfig, small: ModelConfig, config: EngineConfig, *, vocab_limit: int | None) -> None:
-    """Raises `ValueError` for two models of which one cannot draft for the other; `vocab_limit` is the tokenizer's
+    """Raises `ValueError` if the small model cannot draft for the large model; `vocab_limit` is the tokenizer's
     size."""
     subject = f"the draft model, a {small.architecture},"
     drafts = small.attention == "block_causal" and small.has_mask

@@ -1,12 +1,12 @@
 """Two sizes: a small model drafts in one or more blocks, a large one judges, and the answer is the large one's.
 
     known         a b c d e f g h i
-    draft model         [d e f g h i] [M M M] [M M M]   what it has not stored, causal; blocks -> tokens for all masks
-    large model               [f g h i  x1 x2 x3 y1 y2]   causal -> what it would write itself in place of x1, x2, ...
+    draft model         [d e f g h i] [M M M] [M M M]   tokens to store, causal; blocks -> tokens for all masks
+    large model               [f g h i  x1 x2 x3 y1 y2]   tokens to store and drafts, causal -> its own x1, x2, ...
 
-Each model has keys of its own, in the same pages. A forward of either stores what it has not stored yet, so no forward
-only stores: a decided block leaves at once, and its row goes with the next draft and the next judgement. Positions
-that both have stored are stored for good (`num_stored`).
+Each model has keys of its own, in the same pages. A forward of either stores the tokens that it has not stored yet, so
+no forward only stores: a decided block leaves at once, and its row goes with the next draft and the next judgement.
+Positions that both have stored are stored for good (`num_stored`).
 
 A large model with an autoregressive mode judges a token by the logits before it; so the last known token stays
 unstored. Another large model judges at block size 1, by copies of the masks (`VerifyingDecoder`).
@@ -27,11 +27,11 @@ from mbd_core.decoding.causal.verified_block import Span, VerifiedBlock
 
 @dataclass(frozen=True, kw_only=True)
 class DraftPair:
-    """What a decoder knows of the two models.
+    """A decoder's knowledge of the two models.
 
     mask_token_id   the draft model's mask
     shift           the draft model's logits predict the next position
-    predicts_next   the large model judges by the logits before a position, otherwise by those of a mask in its place
+    predicts_next   the large model judges by the logits before a position, otherwise by a mask's logits in its place
     """
 
     mask_token_id: int
@@ -123,5 +123,5 @@ class DraftedDecoder(VerifyingDecoder):
         confirmed: dict[VerifiedBlock, int],
         phase: VerifyPhase,
     ) -> int:
-        """The leading blocks that are decided, which leave."""
+        """The number of leading blocks that are decided; they leave."""
         return next((n for n, block in enumerate(self._blocks) if block.open), len(self._blocks))

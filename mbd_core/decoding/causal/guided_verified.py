@@ -49,7 +49,7 @@ class GuidedVerifyingDecoder(VerifyingDecoder):
         return self._under_way
 
     def decide(self, guide: Guide, guesses: Guesses, search: Search) -> list[tuple[int, float]]:
-        """The tokens that this forward drafts, or those that it decides, and their probabilities."""
+        """The tokens that this forward drafts or decides, and their probabilities."""
         phase = self.phase
         if phase == "draft":
             self._drawn = [False] * len(guesses.token_P)

@@ -5,20 +5,20 @@ draft     [a, M, M, b, M] [M, M, M, M, M]     block by block -> tokens for all m
               + [M, M] + [M, M, ...]              the copies of the judged masks, which stand behind the blocks
     store     [a, x1, x2, b, x3]                  by `Verify.store`, in the next draft's forward if there is one
 
-A mask of a copy has the position of its draft. It sees what stands before that position, drafts included, and itself;
-so its logits are those of a model that decodes position after position. Where logits predict the next position
+A mask of a copy has the position of its draft. It sees the tokens before that position, drafts included, and itself.
+So its logits are those of a model that decodes position after position. If logits predict the next position
 (`carry`), the causal row of the draft judges itself, and there is no copy.
 
 With several slots (`buffer_size`) drafts are those of naive MultiBD (Alg. 4). One verification judges the first run of
-each block's masks, in order. Behind a block with a refusal, blocks keep what was confirmed given the drafts that stood
-before them; an exact answer keeps nothing there.
+each block's masks, in order. Behind a block with a refusal, blocks keep the tokens that were confirmed given the
+drafts before them; an exact answer keeps no such token.
 
 A draft that is not judged is accepted by confidence (`tau_m2t`, `tokens_per_step`). Keys of drafts and judgements are
-overwritten by the next row; the copies' lie past the stored tokens. The answer is handed out block by block.
+overwritten by the next row; the copies' keys lie past the stored tokens. The answer is handed out block by block.
 
-All noise is a hash of the request's seed, the position, and the number of a forward: with one slot of the block's, so
-that a block that begins anew on another replica comes out the same; with several of the answer's, because a position's
-drafts in two forwards must differ.
+All noise is a hash of the request's seed, the position, and the number of a forward. With one slot a block's forwards
+are counted, so that a block that begins anew on another replica comes out the same. With several slots the answer's
+forwards are counted, because a position's drafts in two forwards must differ.
 """
 
 from collections.abc import Iterator, Sequence
@@ -69,7 +69,7 @@ class VerifyingDecoder(PrefixDecoder):
 
     @property
     def phase(self) -> VerifyPhase:
-        """What the next forward does; a store alone gives no token."""
+        """The work of the next forward; a store alone gives no token."""
         if any(block.span is not None for block in self._blocks):
             return "judge"
         return "store" if all(block.is_final for block in self._blocks) else "draft"
@@ -154,7 +154,7 @@ class VerifyingDecoder(PrefixDecoder):
     # -- drafts ------------------------------------------------------------------------------------------------------
 
     def _row(self, block: VerifiedBlock, start: int, stop: int, *, causal: bool) -> Query:
-        """A row of the block's present tokens; it gives the logits that a draft needs, as far as they are its."""
+        """A row of the block's present tokens; it gives the logits of its positions that a draft needs."""
         at = [block.start + offset - self._decoding.carry for offset in self._asked(block)]
         own = torch.tensor(block.tokens[start - block.start : stop - block.start])
         inside = torch.tensor([place for place in at if start <= place < stop], dtype=torch.int64)
@@ -169,7 +169,7 @@ class VerifyingDecoder(PrefixDecoder):
         return list(range(block.first, block.stop))
 
     def _take_drafts(self, guesses: Guesses) -> list[int]:
-        """Takes each block's draft; returns the tokens that it edits in each."""
+        """Takes each block's draft. Returns the number of edited tokens of each block."""
         edited, begin = [], 0
         may_fall_back = True  # the gate of Alg. 4: the block before has progressed
         assert self._draft_logits_PV is not None
@@ -182,8 +182,10 @@ class VerifyingDecoder(PrefixDecoder):
         return edited
 
     def _take_draft(self, block: VerifiedBlock, guesses: Guesses, logits_PV: Tensor, *, may_fall_back: bool) -> int:
-        """Edits filled tokens; then lets the masks' draft be judged, or accepts of it by confidence; the number of
-        edits."""
+        """Edits filled tokens, then has the masks' draft judged, or accepts tokens of it by confidence.
+
+        Returns the number of edits.
+        """
         if block.is_final:
             return 0
         asked, edited = self._asked(block), 0
@@ -212,7 +214,7 @@ class VerifyingDecoder(PrefixDecoder):
         return edited
 
     def _accept_confident(self, block: VerifiedBlock, drafted: Guesses, quota: int) -> None:
-        """Fills all masks above the threshold, or if they are fewer than `quota` the most confident ones."""
+        """Fills all masks above the threshold, or the `quota` most confident masks if there are fewer."""
         accepted_P = drafted.confidence_P > self._decoding.tau_m2t
         if accepted_P.sum() < quota:
             accepted_P = accept_best(drafted.confidence_P, quota)
@@ -248,7 +250,10 @@ class VerifyingDecoder(PrefixDecoder):
         return Query(0, start, stop, masks, torch.arange(start, stop), num_keys=stop, causal=True, gap=gap)
 
     def _take_judgements(self, spans: dict[VerifiedBlock, Span], guesses: Guesses) -> dict[VerifiedBlock, int]:
-        """Fills what a verification decides, block by block; the drafted tokens that each block keeps of it."""
+        """Fills the tokens that a verification decides, block by block.
+
+        Returns the number of drafted tokens that each block keeps.
+        """
         number, begin, is_refused = len(guesses.token_P) // 2, 0, False
         confirmed = {}
         for block, span in spans.items():
@@ -299,8 +304,9 @@ class VerifyingDecoder(PrefixDecoder):
         confirmed: dict[VerifiedBlock, int],
         phase: VerifyPhase,
     ) -> int:
-        """The leading blocks that the forward stored. A draft stores the blocks that were final before; an exact
-        verification stores the blocks whose drafts it accepts to the end, because its row is the block, in order."""
+        """The number of leading blocks that the forward stored. A draft stores the blocks that were final before; an
+        exact verification stores the blocks whose drafts it accepts to the end, because its row is the block, in
+        order."""
         number = 0
         for block, was_final in zip(self._blocks, finals, strict=True):
             span = spans.get(block)

@@ -258,7 +258,7 @@ def _guided(run: PlannedRun) -> GuidedDecoder:
 def _decided(
     runs: Sequence[tuple[PlannedRun, Guesses]], share: SharedWork, tries: float
 ) -> list[list[tuple[int, float]] | None]:
-    """What guides decide: tokens and their probabilities for each run; `None` for a run without a grammar."""
+    """The decisions of guides: tokens and their probabilities for each run; `None` for a run without a grammar."""
     asked = [(run, guesses) for run, guesses in runs if run.sequence.guide is not None]
     decisions = iter(share(lambda: _decide(asked, Search(tries))) if asked else [])
     choices: list[list[tuple[int, float]] | None] = []
