@@ -56,6 +56,7 @@ def run(
                 "model",
                 "fp8",
                 "tensor_parallel",
+                "engine.draft_model",
                 "engine.dtype",
                 "engine.max_rows",
                 "engine.buffer_size",
@@ -321,13 +322,20 @@ def kv_memory(
     """The pages of KV memory that fit beside the weights by the engine's plan, and the sequences that fit in them."""
     import torch
 
+    from mbd_core.checkpoint.loading import planned_bytes
     from mbd_core.engine.build import bytes_per_page, longest_in_pages, pages_within
     from mbd_core.ops.machine import free_host_memory
+    from mbd_core.serving.tokens.draft_folder import read_draft
 
+    draft_folder = read_draft(endpoint.engine)
+    draft = None if draft_folder is None else draft_folder.config
     ranks, engine = endpoint.tensor_parallel, endpoint.engine
     config, total = folder.config.sharded(ranks), None
     page_size = engine.resolve_page_size(engine.block_size or config.block_size)
-    page_bytes, longest = bytes_per_page(config, page_size, dtype), longest_in_pages(config, engine, page_size)
+    page_bytes, longest = bytes_per_page(config, page_size, dtype), longest_in_pages(config, engine, page_size, draft)
+    if draft is not None:  # its weights, and its keys in the same pages
+        page_bytes += bytes_per_page(draft, page_size, dtype)
+        weight_bytes += planned_bytes(draft, dtype)
     if device.type == "cuda":
         free, total = min(torch.cuda.mem_get_info(rank) for rank in range(min(ranks, torch.cuda.device_count())))
         pages_bytes = free - weight_bytes
@@ -351,7 +359,7 @@ def kv_memory(
         return Table(title="KV memory", columns=PAIRS, rows=rows)
     try:
         pages = engine.num_pages or pages_within(
-            pages_bytes, config, engine, page_size=page_size, dtype=dtype, total=total
+            pages_bytes, config, engine, page_size=page_size, dtype=dtype, total=total, draft=draft
         )
     except ValueError as error:
         obstacles.append(str(error))

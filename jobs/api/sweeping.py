@@ -147,6 +147,7 @@ def sweep_chosen(
     from mbd_core.evaluation.sweep.loading import load_inputs
     from mbd_core.evaluation.sweep.plan import plan_sweep
     from mbd_core.evaluation.sweep.run import SweepRun
+    from mbd_core.serving.tokens.draft_folder import check_draft_folder, read_draft
 
     if cluster is None and own.actors > 1:
         raise ValueError(f"actors={own.actors} engines need a cluster: name one, or leave actors out")
@@ -155,7 +156,11 @@ def sweep_chosen(
     subjects = Subjects.find(options.models, own.endpoint, own.endpoint_key, sampling, url_weights=engine.url_weights)
     models = tuple(subjects.fetched.values())
     options = replace(options, models=models, endpoints=tuple(subjects.endpoints), engine=engine)
-    planned = plan_sweep(load_inputs(options))
+    inputs, draft = load_inputs(options), read_draft(engine)
+    for model in inputs.models:
+        if draft is not None:
+            check_draft_folder(model.contents, draft, engine, tensor_parallel=options.tensor_parallel)
+    planned = plan_sweep(inputs)
     edits = edit_notes({name: model_folder(model) for name, model in planned.models.items()})
     planned = replace(planned, notes=[*planned.notes, *edits])
     if any(task.task.runs_programs for task in planned.tasks):

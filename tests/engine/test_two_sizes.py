@@ -204,6 +204,42 @@ def test_pages_hold_the_keys_of_both_models() -> None:
     assert (again.tokens, again.counts.num_confirmed_tokens) == (output.tokens, confirmed[3])
 
 
+@pytest.mark.parametrize("kind", LARGE)
+def test_a_page_is_shared_when_both_models_have_stored_it(kind: str) -> None:
+    """Requests that begin like a running answer, as soon as it hands out tokens, write what they write alone."""
+    model = large_model(kind)
+    served = two_sizes(model, max_rows=8)
+    rng, requests, outputs, cached = random.Random(4), list[Request](), dict[str, Any](), 0
+    for i in range(4):
+        prompt = tuple(rng.choices(range(2, 40), k=rng.randint(1, 9)))
+        requests.append(
+            Request(request_id=f"a{i}", prompt=prompt, max_tokens=40, decoding=drafted(1 + i % 2), ignore_eos=True)
+        )
+        served.add(requests[-1])
+        text = list(prompt)
+        while f"a{i}" not in outputs:
+            for step in served.step():
+                if step.output is not None:
+                    outputs[step.request_id] = step.output
+                    cached += step.output.counts.num_cached_tokens
+                elif step.request_id == f"a{i}":
+                    text += step.piece.tokens
+                    name = f"b{len(requests)}"
+                    one = Request(
+                        request_id=name, prompt=(*text, 7), max_tokens=5, decoding=drafted(), ignore_eos=True
+                    )
+                    requests.append(one)
+                    served.add(one)
+    while served.has_work:
+        for step in served.step():
+            if step.output is not None:
+                outputs[step.request_id] = step.output
+                cached += step.output.counts.num_cached_tokens
+    found = [(outputs[r.request_id].tokens, outputs[r.request_id].finish_reason) for r in requests]
+    assert found == own_answers(model, kind, requests)
+    assert cached > 50
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_an_answer_does_not_depend_on_what_runs_beside_it(temperature: float) -> None:
     """Batched requests of all methods, in a batch-invariant engine: the same tokens, drafts and forwards as alone."""

@@ -85,6 +85,7 @@ def test_a_path_alone_is_the_file_of_the_one_task(tiny_model_dir: Path, tmp_path
         ({"data": ["gsm8k=a", "gsm8k=b"], "tasks": ["gsm8k"]}, "gives task 'gsm8k' two files: a and b"),
         ({"data": ["gsm8k=a"]}, "the task 'gsm8k' is not among --tasks gsm-mini"),
         ({"tensor_parallel": 3}, "--tensor-parallel 3 cannot be honoured: model 'tiny-random'"),
+        ({"methods": ["verified-two-sizes"]}, "needs a model that drafts: name it by --draft-model"),
         ({"methods": ["d2f"]}, "method 'd2f' needs a model with full attention; 'tiny-random' has block_causal"),
     ],
 )
