@@ -16,7 +16,7 @@ from mbd_core.decoding.blocks.causal_config import Causal
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.literal_algorithms import BlockTokens
 from mbd_core.decoding.blocks.literal_verified import MaskDrafts, verified_multibd
-from mbd_core.decoding.blocks.request import Request
+from mbd_core.decoding.blocks.request import Output, Request
 from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.decoding.blocks.verification import Draft, HashedNoise, judge
@@ -206,38 +206,25 @@ def test_pages_hold_the_keys_of_both_models() -> None:
 
 @pytest.mark.parametrize("kind", LARGE)
 def test_a_page_is_shared_when_both_models_have_stored_it(kind: str) -> None:
-    """Requests that begin like a running answer, as soon as it hands out tokens, write what they write alone."""
-    model = large_model(kind)
-    served = two_sizes(model, max_rows=8)
-    rng, requests, outputs, cached = random.Random(4), list[Request](), dict[str, Any](), 0
-    for i in range(4):
+    """Requests that begin like another's answer, which ended where a page ends, write what they write alone."""
+    model, rng = large_model(kind), random.Random(4)
+    served, requests, outputs = two_sizes(model), list[Request](), list[Output]()
+    for i in range(8):
         prompt = tuple(rng.choices(range(2, 40), k=rng.randint(1, 9)))
-        requests.append(
-            Request(request_id=f"a{i}", prompt=prompt, max_tokens=40, decoding=drafted(1 + i % 2), ignore_eos=True)
-        )
-        served.add(requests[-1])
-        text = list(prompt)
-        while f"a{i}" not in outputs:
-            for step in served.step():
-                if step.output is not None:
-                    outputs[step.request_id] = step.output
-                    cached += step.output.counts.num_cached_tokens
-                elif step.request_id == f"a{i}":
-                    text += step.piece.tokens
-                    name = f"b{len(requests)}"
-                    one = Request(
-                        request_id=name, prompt=(*text, 7), max_tokens=5, decoding=drafted(), ignore_eos=True
-                    )
-                    requests.append(one)
-                    served.add(one)
-    while served.has_work:
-        for step in served.step():
-            if step.output is not None:
-                outputs[step.request_id] = step.output
-                cached += step.output.counts.num_cached_tokens
-    found = [(outputs[r.request_id].tokens, outputs[r.request_id].finish_reason) for r in requests]
-    assert found == own_answers(model, kind, requests)
-    assert cached > 50
+        for length, name in ((40 - len(prompt), "a"), (5, "b")):
+            requests.append(
+                Request(
+                    request_id=f"{name}{i}",
+                    prompt=prompt,
+                    max_tokens=length,
+                    decoding=drafted(1 + i % 2),
+                    ignore_eos=True,
+                )
+            )
+            outputs += served.generate(requests[-1:])
+            prompt = (*prompt, *outputs[-1].tokens, 7)
+    assert [(o.tokens, o.finish_reason) for o in outputs] == own_answers(model, kind, requests)
+    assert all(32 <= o.counts.num_cached_tokens <= 40 for o in outputs[1::2])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
