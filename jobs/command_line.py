@@ -27,7 +27,7 @@ JsonFile = Annotated[Path | None, Flag("Also write the rows to this file.", OUTP
 
 
 class CommandGroup(TyperGroup):
-    """Sub-commands, each imported when it is called, completed, or asked for its help."""
+    """Sub-commands, each imported when it is called, when a shell completes its options, or for its help."""
 
     modules: Mapping[str, tuple[str, str]] = {}
 

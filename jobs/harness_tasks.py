@@ -1,4 +1,4 @@
-"""Write a recipe's tasks as task files of lm-evaluation-harness: the options, and the command that runs them."""
+"""Write a recipe's tasks as task files of lm-evaluation-harness, and print how to run them."""
 
 import sys
 
@@ -18,7 +18,7 @@ def run(options: TaskOptions, *, out: OutFolder, overwrite: Overwrite = False) -
     python jobs/harness_tasks.py --recipe d2f-llada --tasks gsm8k --data gsm8k/test.jsonl --examples gsm8k/train.jsonl
     --out out/tasks
 
-    It prints the command that runs them.
+    It prints the commands that run them.
     """
     from mbd_core.evaluation.sweep.loading import task_files
     from mbd_core.evaluation.tasks.recipes import find_recipe

@@ -108,8 +108,12 @@ def test_without_a_gateway_it_is_a_503_that_says_when_to_ask_again() -> None:
 
 @pytest.mark.parametrize("path", ["/update_weights", "/sleep", "/wakeup", "/abort_requests"])
 def test_an_order_is_not_given_twice(path: str) -> None:
+    """Neither by the proxy nor by a client that does what the answer says."""
     proxy = Proxy([], OK)
-    assert error_of(answered(proxy, path=path))[0] == 503
+    sent = answered(proxy, path=path)
+    status, error = error_of(sent)
+    assert status == 503 and "look before you repeat it" in error["message"]
+    assert not any(name == b"retry-after" for name, _ in sent[0]["headers"])
     assert len(proxy.bodies) == 1
 
 

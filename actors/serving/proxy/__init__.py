@@ -1,4 +1,5 @@
-"""Serve's HTTP proxy: bounds on heads, no wait without a gateway, errors in the API's form, short request ids.
+"""Serve's HTTP proxy: limits on request lines and headers, a 503 after a short wait where no gateway runs, errors in
+the API's form, short request ids.
 
 Serve calls `middlewares` in the proxy's process if `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names it. Nothing here
 imports PyTorch, which would slow the proxy's start.
@@ -36,6 +37,7 @@ class ShortRequestId:
 
 
 def middlewares() -> list[Middleware]:
-    """The middlewares of Serve's HTTP proxy, which starts after this call."""
+    """The middlewares of Serve's HTTP proxy. Limits request lines and headers in this process, too: Serve calls this
+    before its proxy starts."""
     bound_heads()
     return [Middleware(ProxyAnswers), Middleware(RefusedWithoutGateway), Middleware(ShortRequestId)]

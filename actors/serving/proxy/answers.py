@@ -1,11 +1,12 @@
-"""The API's errors for answers of Serve's HTTP proxy itself, and for the death of the gateway behind it.
+"""Gives errors the API's form where Serve's HTTP proxy answers by itself, and where the gateway behind it dies.
 
-  before any answer            the request goes to another gateway, at most `REPEATS` times, then 503 `no_gateway`
-  in the middle of a stream    its last event is an error
-  a refusal in plain text      becomes an `Error` with the same status
+  a gateway dies before any answer    the request goes to another gateway, at most `REPEATS` times; then, and for an
+                                      order or a large body at once, the answer is 503 `no_gateway`
+  a gateway dies within a stream      the stream's last event is an error
+  the proxy refuses in plain text     the refusal becomes an error object with the same status
 
-Without this, uvicorn answers the first two with "Internal Server Error" and a closed connection. Other answers, and
-Serve's own routes (`/-/healthz`), pass through unchanged.
+Without this, a client gets "Internal Server Error" in the first case and a closed connection in the second. Other
+answers, and Serve's own routes (`/-/healthz`), pass through unchanged.
 """
 
 import asyncio
@@ -27,8 +28,13 @@ REPEATABLE = (
     "/detokenize",
 )  # routes of POST that may be repeated, unlike orders
 CODES = {408: "timeout", 429: "too_many_requests", 503: "no_gateway"}
-LOST = "the gateway of this request died, and no other gateway answered; ask again"
-CUT = "the stream was cut: its gateway is gone; a stream with resumable can be taken up with resume"
+LOST = "the gateway of this request died before it answered; ask again"
+ORDER_LOST = (
+    "the gateway of this order died before it answered; the order may have been carried out: look before you repeat it"
+)
+CUT = (
+    "the stream was cut, because its gateway died; a stream asked for with resumable=true goes on by the field resume"
+)
 
 
 class ProxyAnswers:
@@ -49,7 +55,10 @@ class ProxyAnswers:
                 break
             await asyncio.sleep(PAUSE)
         if not request.client_left:
-            await answer.end(headers=[pair for pair in tried["headers"] if pair[0].lower() == b"x-request-id"])
+            await answer.end(
+                is_order=request.is_order,
+                headers=[pair for pair in tried["headers"] if pair[0].lower() == b"x-request-id"],
+            )
 
 
 class _KeptRequest:
@@ -57,7 +66,8 @@ class _KeptRequest:
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
         self._receive, self._kept, self._next = receive, list[Message](), 0
-        self._repeats = REPEATS if scope["method"] != "POST" or scope["path"].endswith(REPEATABLE) else 0
+        self.is_order = scope["method"] == "POST" and not scope["path"].endswith(REPEATABLE)
+        self._repeats = 0 if self.is_order else REPEATS
         self._bytes = 0
         self.client_left = False
 
@@ -113,14 +123,15 @@ class _Answer:
                 return
         await self._send(message)
 
-    async def end(self, *, headers: list[tuple[bytes, bytes]]) -> None:
-        """Sends the missing end if the application has ended before its answer."""
+    async def end(self, *, is_order: bool, headers: list[tuple[bytes, bytes]]) -> None:
+        """Sends an error if the application returned before an answer, or within a stream."""
         if self._ended:
             return
         if self._refusal is not None:
             await self._refuse()
         elif not self.started:
-            await self._respond(503, LOST, code="no_gateway", headers=[(b"retry-after", b"1"), *headers])
+            again = [] if is_order else [(b"retry-after", b"1")]
+            await self._respond(503, ORDER_LOST if is_order else LOST, code="no_gateway", headers=[*again, *headers])
         elif self._is_stream:
             error = error_text(self._path, 500, CUT, code="stream_cut", request_id=_id(headers))
             kind = "event: error\n" if of_messages(self._path) else ""

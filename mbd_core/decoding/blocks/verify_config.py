@@ -17,7 +17,8 @@ VerifyOrder = Literal["block", "causal"]
 
 @configuration()
 class Verify:
-    """Verification of drafts. Raises `ValueError` for a field without effect."""
+    """Verification of drafts. Raises `ValueError` for fields without effect, and for fields that contradict each
+    other."""
 
     route: Route = "span"
     """When a forward's draft is verified. span: if its first run of masks has at least min_span positions. score: if
@@ -34,23 +35,26 @@ class Verify:
     cost: Annotated[float, Ge(0), Le(MOST)] = 1.0
     """score, hysteresis: what a verification costs, in tokens."""
     cost_of: Literal["verification", "confident"] = "verification"
-    """verification: the cost counts once. confident: once for each mask whose confidence exceeds tau_m2t, which the
-    threshold alone would fill."""
+    """verification: the cost counts once. confident: once for each mask above tau_m2t, because the threshold would
+    have filled these masks without a verification."""
     estimate: Literal["entropy", "margin"] = "entropy"
     """score, hysteresis: the chance that a drafted token is accepted. entropy: exp(-H / ln V). margin: 1 if it leads
     by more than tau_margin, else 0."""
     tau_margin: Annotated[float, Ge(0), Le(1)] = 0.05
     """margin: the lead, in probability."""
     temper: Annotated[float, Gt(0), Le(MOST)] = 1.0
-    """The exponent of q / p, the odds with which a drafted token is accepted; below 1 more are accepted."""
+    """A drafted token is accepted with probability min(1, (q / p)^temper): p is its probability in the draft, q in the
+    judgement. Below 1 more tokens are accepted."""
     store: VerifyOrder = "block"
-    """How prompt and finished blocks are stored. causal: as block size 1 stores them, which is what verification
-    compares with."""
+    """How prompt and finished blocks are stored. block: as the model stores them otherwise. causal: with the keys of
+    block size 1, as a judgement assumes."""
     lead: VerifyOrder = "block"
-    """How the tokens before a draft's first mask see each other. causal: as they are stored with store=causal."""
+    """How the tokens of a block before its first mask see each other. block: each sees all. causal: each sees those
+    before it; this needs store=causal."""
     exact: bool = False
-    """The answer is that of the same model at block size 1: greedy, token by token; drawn, in distribution. Every
-    draft is verified, and a greedy one counts as far as its tokens are the likeliest. Needs store=causal."""
+    """The answer is that of the same model at block size 1: the same tokens if it is greedy, the same distribution if
+    it is drawn. Every draft is verified; of a greedy draft the tokens before the first that is not the judgement's
+    likeliest are kept. Needs store=causal."""
     draft_model: bool = False
     """The engine's draft model drafts, in blocks of its own size; the model judges, by its autoregressive mode if it
     has one, else at block size 1. Needs exact."""
@@ -72,7 +76,7 @@ class Verify:
                 f"verify.tau_off={self.tau_off:g} exceeds verify.tau_on={self.tau_on:g}; give a lower tau_off"
             )
         if self.lead == "causal" and self.store != "causal":
-            raise ValueError("verify.lead='causal' needs tokens that are stored so; let verify.store be causal too")
+            raise ValueError("verify.lead='causal' needs keys of that order; let verify.store be causal too")
         if self.draft_model and not self.exact:
             raise ValueError("verify.draft_model=True needs verify.exact=True and verify.store='causal'; add them")
         if self.exact:
@@ -92,8 +96,8 @@ class Verify:
         return bool(getattr(self, name) != getattr(Verify, name))
 
     def rows(self, block_size: int, buffer_size: int) -> PlannedRows:
-        """How its requests lie in the cache: behind the blocks lie the keys of second copies of them, while they are
-        verified. With a draft model, before them may lie as many blocks that one of the two has not stored yet."""
+        """How its requests lie in the cache. Behind the blocks lie copies of the masks that a judgement looks at. With
+        a draft model, up to `buffer_size` + 1 decided blocks before them may be stored by one of the models alone."""
         return PlannedRows(
             longest=(3 * buffer_size + 1 if self.draft_model else 2 * buffer_size) * block_size,
             overhang=(buffer_size + 1) * block_size - 1,

@@ -2,8 +2,8 @@
 
 A block of tokens is bound by arithmetic on a CPU, and a CPU with VNNI multiplies int8 faster than float32
 (`python -m benchmarks rounding`). The sums are exact (int32), and a token's scale is its own, so a token's result does
-not depend on the other tokens of the call. Weights and inputs are each off by at most half a step of 1/127 of their
-largest value.
+not depend on the other tokens of the call. Each value is off by at most 1/254 of the largest magnitude in its row, an
+output channel or a token.
 
 Shape legend: T tokens, O output channels, I input channels, D model width, E experts, F expert width, K experts a
 token; `...` is any leading shape.
@@ -48,7 +48,7 @@ class Int8Module(nn.Module):
                 self.register_buffer(f"{name}_{kind}", new)
 
     def product(self, x: Tensor, name: str, expert: int | None = None) -> Tensor:
-        """`x` (..., I) times the weight (..., O), or times one expert's."""
+        """`x @ weight^T` (..., O) of `x` (..., I); `expert` chooses one of stacked weights."""
         values, scale = self.get_buffer(f"{name}_values"), self.get_buffer(f"{name}_scale")
         return int8_product(x, values, scale) if expert is None else int8_product(x, values[expert], scale[expert])
 
@@ -67,7 +67,7 @@ class Int8Linear(Int8Module):
 
 
 class Int8Experts(Int8Module):
-    """Stacked experts in int8, with the signature of `mlp.Experts`; `act` is silu or gelu."""
+    """Stacked experts in int8, called as `mlp.Experts` is; `act` is silu or gelu."""
 
     def __init__(self, wide: nn.Module, act: Callable[[Tensor], Tensor] = F.silu) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Int8Experts(Int8Module):
             self.round_weight(name, wide.get_parameter(name))
 
     def forward(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """`loop_experts`: each token's weighted sum (T, D) over its experts, summed in float32."""
+        """Each token's weighted sum (T, D) over its experts, summed in float32, as `loop_experts` makes it."""
         num_experts = len(self.get_buffer("gate_proj_scale"))
         out_TD = torch.zeros(x_TD.shape, dtype=torch.float32, device=x_TD.device)
         for expert in ids_TK.unique().tolist():
@@ -90,5 +90,5 @@ class Int8Experts(Int8Module):
         return out_TD.to(x_TD.dtype)
 
     def fuses(self, num_assignments: int) -> bool:
-        """No kernel for few tokens computes int8."""
+        """Never: the kernels for few tokens do not compute int8."""
         return False

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="import-not-found, no-untyped-def"
 """The choice of each token's experts from the router's logits as Triton kernels: `models.mlp.Router`'s rule.
 
-A program of the first kernel takes one token. Its experts lie group by group in a square of registers; K times the
-best allowed expert is taken. Ties go to the lowest expert. If a block has a capacity, a program of the second
-kernel takes one block first, and marks the experts that its tokens may choose.
+A program of the first kernel takes one token. Its experts lie in registers, a row for each group; the program takes
+the best allowed expert, K times over. Ties go to the lowest expert. With a capacity the second kernel runs before the
+first: each of its programs takes one decoding block, and marks the experts that the block's tokens may choose.
 
 Shape legend: T tokens, E experts, K experts a token, S shared experts, N blocks, B block size.
 """
@@ -78,7 +78,7 @@ def _route_kernel(
     for k in range(K):
         top = tl.max(tl.max(choice, 1), 0)
         at = tl.min(tl.min(tl.where(choice == top, expert, E), 1), 0)
-        at = tl.minimum(at, E - 1)  # if all are NaN, none is the largest
+        at = tl.minimum(at, E - 1)  # NaN equals nothing: `at` would be E
         weight = tl.sum(tl.sum(tl.where(expert == at, score, 0.0), 1), 0)
         ids = tl.where(column == k, at.to(tl.int64), ids)
         weights = tl.where(column == k, weight, weights)
@@ -107,8 +107,8 @@ def _keep_experts_kernel(
     BIASED: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """One block: 1 for its CAPACITY best experts, by each one's largest value over the block's B tokens, 0 for the
-    others."""
+    """One block: `kept` gets 1 for its CAPACITY best experts and 0 for the others. An expert counts with its largest
+    value over the block's B tokens."""
     block = tl.program_id(0).to(tl.int64)
     least = float("-inf")
     expert = tl.arange(0, BLOCK_E)
@@ -155,9 +155,9 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Expert ids (T, K + S) int64, best first, and their weights (T, K + S) float32, of float32 logits (T, E).
 
-    The arguments are fields of `MoEConfig`; with a `capacity` the tokens are whole blocks. The `num_shared` (S) shared
-    experts, E to E + S - 1, stand last with weight 1. The ids of a token that is not `live_T` are all E + S, which is
-    no expert.
+    `models.mlp.Router` fills the arguments from `MoEConfig`. With a `capacity` the tokens are whole blocks, and groups
+    do not count. The `num_shared` (S) shared experts, E to E + S - 1, stand last with weight 1. Where `live_T` is
+    false, all ids are E + S, which is no expert.
     """
     tokens, experts = logits_TE.shape
     columns = per_token + num_shared

@@ -96,13 +96,15 @@ class ChangingEngine:
     async def take_weights(
         self, source: str | Mapping[str, Tensor], *, version: int, mode: SwapMode = "preempt"
     ) -> None:
-        """Replace the weights by a folder's, or by the decoder's tensors by name, as number `version`.
+        """Replace the weights. `source` is a folder or the decoder's tensors by name; the new weights get the number
+        `version`.
 
         Returns after the swap. With "wait" the swap follows the running requests, so that one version decodes each
-        answer. Does nothing if the current weights have this number or a newer one.
+        answer. Does nothing if the current weights are newer, or have this number and came from the same folder or
+        from tensors too.
 
-        Raises `ValueError`, without a change, if the weights do not fit, if other weights have the same number, or if
-        the engine sleeps.
+        Raises `ValueError`, without a change, if the weights do not fit, if weights of another source have this
+        number, or if the engine sleeps.
         """
         origin: Path | Literal["tensors"]
         weights: WeightSource
@@ -112,7 +114,10 @@ class ChangingEngine:
             origin, weights = "tensors", source.items()
         async with self.changes:
             if version == self.weights_version and origin != self.weights:
-                raise ValueError(f"version {version} is the number of the weights of {self.weights or 'the model'}")
+                raise ValueError(
+                    f"version {version} is the number of the present weights, from {self.weights or 'the model'}; "
+                    "give a higher version"
+                )
             if version <= self.weights_version:
                 return
             await self.engine.call(partial(Engine.update_weights, source=weights, mode=mode, version=version))
