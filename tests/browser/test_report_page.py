@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from chromium_pages import check_small_and_dark, watched_pages
-from playwright.sync_api import Browser, Page
+from playwright.sync_api import Browser, Page, expect
 from written_sweeps import graded_table, planned_rows, sweep_record, timed_table
 
 from mbd_core.batch.parts import Part, cut
@@ -276,7 +276,9 @@ def test_the_first_table_and_the_curves_are_as_wide_as_a_screen_of_1280_points(b
     with watched_pages(browser) as pages:
         page = pages.open((sweep / "report.html").as_uri(), viewport={"width": 1280, "height": 900})
         assert page.evaluate("(t => t.scrollWidth <= t.clientWidth)(document.querySelector('#results .wide'))")
-        page.wait_for_function("[...document.querySelectorAll('.chart')].every((c) => c.querySelector('svg'))")
+        expect(page.locator(".chart:not(:has(svg))")).to_have_count(
+            0
+        )  # the page forbids the eval of a waiting function
         widths = page.evaluate(
             "[document.querySelector('#figures').clientWidth, "
             "...[...document.querySelectorAll('.chart')].map((c) => c.querySelector('svg').clientWidth)]"
