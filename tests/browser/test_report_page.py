@@ -276,9 +276,7 @@ def test_the_first_table_and_the_curves_are_as_wide_as_a_screen_of_1280_points(b
     with watched_pages(browser) as pages:
         page = pages.open((sweep / "report.html").as_uri(), viewport={"width": 1280, "height": 900})
         assert page.evaluate("(t => t.scrollWidth <= t.clientWidth)(document.querySelector('#results .wide'))")
-        expect(page.locator(".chart:not(:has(svg))")).to_have_count(
-            0
-        )  # the page forbids the eval of a waiting function
+        expect(page.locator(".chart:not(:has(svg))")).to_have_count(0)  # the page forbids `wait_for_function`'s eval
         widths = page.evaluate(
             "[document.querySelector('#figures').clientWidth, "
             "...[...document.querySelectorAll('.chart')].map((c) => c.querySelector('svg').clientWidth)]"
