@@ -15,6 +15,7 @@ import torch
 from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
 from random_schemas import random_object_schema
+from small_engines import run_with_preemption
 from transformers import Qwen3ForCausalLM
 
 from mbd_core.checkpoint.tokenizer import grammars_of
@@ -77,17 +78,6 @@ def schema_requests(loaded: LoadedModel, number: int) -> list[tuple[Request, dic
     return found
 
 
-def answers(engine: Engine, requests: list[Request], *, preempts: float = 0.0) -> list[Output]:
-    rng, outputs = random.Random(0), dict[str, Output]()
-    for request in requests:
-        engine.add(request)
-    while engine.has_work:
-        if rng.random() < preempts:
-            engine.preempt()
-        outputs |= {step.request_id: step.output for step in engine.step() if step.output is not None}
-    return [outputs[request.request_id] for request in requests]
-
-
 def gist(output: Output) -> Any:
     return output.tokens, output.finish_reason, output.piece.logprobs
 
@@ -125,7 +115,7 @@ def test_every_answer_of_a_random_model_validates_alone_batched_and_preempted(lo
     pairs = schema_requests(loaded, 12)
     requests = [request for request, _ in pairs]
     plain = [asked(loaded, 100 + i, None, max_tokens=20, ignore_eos=True) for i in range(3)]
-    outputs = answers(loaded.engine, requests + plain)
+    outputs = loaded.engine.generate(requests + plain)
     for (request, schema), output in zip(pairs, outputs, strict=False):
         assert output.finish_reason == "stop" and len(output.tokens) < request.max_tokens
         jsonschema.validate(json.loads(text_of(loaded, output)), schema)
@@ -136,10 +126,10 @@ def test_every_answer_of_a_random_model_validates_alone_batched_and_preempted(lo
         vocab_limit=len(loaded.tokenizer),
         grammars=grammars_of(loaded.tokenizer, loaded.engine.model.config),
     )
-    together = answers(engine, requests[:5] + plain)
-    alone = [answers(engine, [request])[0] for request in requests[:5] + plain]
+    together = engine.generate(requests[:5] + plain)
+    alone = [engine.generate([request])[0] for request in requests[:5] + plain]
     assert list(map(gist, together)) == list(map(gist, alone))
-    assert [output.tokens for output in answers(engine, requests[:5] + plain, preempts=0.2)] == [
+    assert [output.tokens for output in run_with_preemption(engine, requests[:5] + plain, random.Random(0))] == [
         output.tokens for output in alone
     ]
 
@@ -155,11 +145,11 @@ def test_every_answer_validates_where_guides_wait_for_their_turn(
         grammars=grammars_of(loaded.tokenizer, loaded.engine.model.config),
     )
     pairs = schema_requests(loaded, 6)
-    outputs = answers(engine, [request for request, _ in pairs])
+    outputs = engine.generate([request for request, _ in pairs])
     for (_, schema), output in zip(pairs, outputs, strict=True):
         jsonschema.validate(json.loads(text_of(loaded, output)), schema)
     assert [output.tokens for output in outputs] == [
-        answers(loaded.engine, [request])[0].tokens for request, _ in pairs
+        loaded.engine.generate([request])[0].tokens for request, _ in pairs
     ]
 
 

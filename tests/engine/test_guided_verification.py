@@ -5,6 +5,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ import pytest
 import torch
 from llguidance.hf import from_tokenizer
 from random_schemas import random_object_schema
+from small_engines import run_with_preemption
 
 from mbd_core.checkpoint.tokenizer import grammars_of
 from mbd_core.decoding.blocks.config import DecodingConfig
-from mbd_core.decoding.blocks.request import Output, Request
+from mbd_core.decoding.blocks.request import Request
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.decoding.blocks.verify_config import Verify
 from mbd_core.decoding.grammar.grammar import Grammar
@@ -92,17 +94,6 @@ def with_slots(request: Request, slots: int) -> Request:
     return dataclasses.replace(request, decoding=dataclasses.replace(request.decoding, buffer_size=slots))
 
 
-def answers(engine: Engine, requests: list[Request], *, preempts: float = 0.0) -> list[Output]:
-    rng, outputs = random.Random(0), dict[str, Output]()
-    for request in requests:
-        engine.add(request)
-    while engine.has_work:
-        if rng.random() < preempts:
-            engine.preempt()
-        outputs |= {step.request_id: step.output for step in engine.step() if step.output is not None}
-    return [outputs[request.request_id] for request in requests]
-
-
 def test_answers_are_those_of_block_size_1_alone_batched_and_preempted(loaded: LoadedModel) -> None:
     """Of 1, 2 and 3 slots, beside rows without a grammar; all validate."""
     pairs = schema_requests(loaded, 8)
@@ -118,16 +109,16 @@ def test_answers_are_those_of_block_size_1_alone_batched_and_preempted(loaded: L
         asked(40, None, 2, max_tokens=20, ignore_eos=True),
         asked(41, None, max_tokens=20, ignore_eos=True, decoding=DecodingConfig(block_size=B, buffer_size=3)),
     ]
-    unguided = answers(loaded.engine, plain)
-    forwards = []
-    for slots, preempts in ((1, 0.0), (1, 0.2), (2, 0.0), (3, 0.2)):
-        found = answers(loaded.engine, [with_slots(r, slots) for r in requests] + plain, preempts=preempts)
+    unguided = loaded.engine.generate(plain)
+    preempted, forwards = partial(run_with_preemption, rng=random.Random(0)), []
+    for slots, decode in ((1, Engine.generate), (1, preempted), (2, Engine.generate), (3, preempted)):
+        found = decode(loaded.engine, [with_slots(r, slots) for r in requests] + plain)
         got = [(o.tokens, o.finish_reason) for o in found]
         assert got == [(o.tokens, o.finish_reason) for o in wanted + unguided], slots
         assert sum(o.counts.num_confirmed_tokens for o in found[: len(requests)]) > 0
         forwards.append(sum(o.counts.num_forwards for o in found[: len(requests)]))
-    alone = [answers(loaded.engine, [with_slots(request, 2)])[0] for request in requests]
-    assert [o.piece for o in alone] == [o.piece for o in answers(loaded.engine, [with_slots(r, 2) for r in requests])]
+    alone = [loaded.engine.generate([with_slots(request, 2)])[0] for request in requests]
+    assert [o.piece for o in alone] == [o.piece for o in loaded.engine.generate([with_slots(r, 2) for r in requests])]
     assert max(forwards) < sum(o.counts.num_forwards for o in wanted)
 
 
@@ -170,7 +161,7 @@ def test_answers_are_the_same_where_guides_wait_for_their_turn(
 ) -> None:
     requests = [with_slots(request, 1 + i % 2) for i, (request, _) in enumerate(schema_requests(loaded, 3))]
     requests += [asked(20 + i, GRAMMARS[i % 2], 1 + i % 3, max_tokens=60) for i in range(4)]
-    wanted, waits = answers(loaded.engine, requests), list[bool]()
+    wanted, waits = loaded.engine.generate(requests), list[bool]()
     plain_extend = Guide.extend
 
     def extend(guide: Guide, *args: Any, **kwargs: Any) -> list[tuple[int, float]]:
@@ -180,7 +171,7 @@ def test_answers_are_the_same_where_guides_wait_for_their_turn(
 
     monkeypatch.setattr(engine_module, "STEP_TRIES", 1)
     monkeypatch.setattr(Guide, "extend", extend)
-    found = answers(engine_of(loaded, loaded.engine.model, batch_invariant=False), requests)
+    found = engine_of(loaded, loaded.engine.model, batch_invariant=False).generate(requests)
     assert [o.tokens for o in found] == [o.tokens for o in wanted]
     assert any(waits)
 
