@@ -50,9 +50,10 @@ class OpenedPath(NamedTuple):
     name: str = ""
 
 
-def model_paths(option: str, *models: str) -> list[OpenedPath]:
-    """The folders of models that are not at URLs and not shipped. Raises `ValueError` for an unknown model."""
-    named = {model: named_model(model) for model in models if SCHEME.match(model) is None}
+def model_paths(option: str, *models: str | None) -> list[OpenedPath]:
+    """The folders of models that are not at URLs and not shipped; `None` is no model. Raises `ValueError` for an
+    unknown model."""
+    named = {model: named_model(model) for model in models if model is not None and SCHEME.match(model) is None}
     return [OpenedPath(option, path, model) for model, path in named.items() if isabs(path)]
 
 

@@ -132,7 +132,7 @@ def ray_executor(
             sweep, Grading(isolated=isolated), num_engines=num_engines, concurrency=concurrency, urls=urls
         )
         models = model_paths("--models", *executor.models.values())
-        models += [] if (draft := sweep.engine.draft_model) is None else model_paths("--draft-model", draft)
+        models += model_paths("--draft-model", sweep.engine.draft_model)
         with known_paths(models, bundle=executor.topology.bundle, say=say) as executor.paths:
             yield executor
     finally:

@@ -90,7 +90,7 @@ def serve_until_stopped(model: ModelArgs, gateways: GatewayArgs, *, host: str, p
             stack.callback(silence)
             _start_proxy(host, port)
             opened = model_paths("--model", model.model)
-            opened += [] if (draft := model.engine.draft_model) is None else model_paths("--draft-model", draft)
+            opened += model_paths("--draft-model", model.engine.draft_model)
             paths = stack.enter_context(known_paths(opened, bundle=GATEWAY_BUNDLE))
             handle = _deploy(args, paths)
             try:
