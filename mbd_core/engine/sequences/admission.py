@@ -379,14 +379,19 @@ class Admission:
         assert decoding.verify is not None
         if decoding.verify.draft_model:
             if self._draft is None:
-                raise ValueError("verify.draft_model needs an engine that was started with a draft model")
+                raise ValueError(
+                    "verify.draft_model needs an engine that was started with a draft model; give --draft-model, or "
+                    "leave verify.draft_model out"
+                )
             if request.adapter is not None:
                 raise ValueError("verify.draft_model cannot be had with an adapter yet; leave one of them out")
             if request.grammar is not None:
-                raise ValueError(
-                    'verify.draft_model follows no grammar yet; decode with {"causal": {"method": "ar"}} where the '
-                    "model has that mode"
+                alone = (
+                    '"causal": {"method": "ar"}'
+                    if "ar" in model.ar_methods
+                    else '"verify": {"exact": true, "store": "causal"}'
                 )
+                raise ValueError(f"verify.draft_model follows no grammar yet; decode with {{{alone}}}")
             return
         if model.attention != "block_causal" or not model.has_mask:
             instead = " or ".join(model.prefix_methods) or "a canvas"
