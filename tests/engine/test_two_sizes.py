@@ -276,7 +276,10 @@ def test_what_cannot_be_had_is_refused_in_a_sentence() -> None:
         ({"decoding": drafted(4)}, "exceeds this engine's 3 slots"),
         ({"sampling": Sampling(frequency_penalty=0.5)}, "no logit_bias, penalty"),
         ({"rollout": True}, "with verify"),
-        ({"grammar": Grammar(syntax="regex", text="a*"), "ignore_eos": False}, "follows no grammar yet"),
+        (
+            {"grammar": Grammar(syntax="regex", text="a*"), "ignore_eos": False},
+            r'yet; decode with {"causal": {"method": "ar"}}$',
+        ),
     ):
         with pytest.raises(RequestRefused, match=message):
             served.add(dataclasses.replace(plain, **changes))
