@@ -11,6 +11,11 @@ COMMANDS = {
         "research.real.comparison",
         "a real model beside its own base: right answers, and speed",
     ),
+    "calls-data": (
+        "research.calls.data",
+        "conversations that call Python's functions, and unseen questions",
+    ),
+    "calls": ("research.calls.report", "whether block diffusion is worse at calls by syntax or by choice"),
     "ship": ("research.real.ship", "a trained adapter as a shipped one"),
     "rl": ("research.rl.study", "what reinforcement learning adds to ledger-mbd: arms, seeds, verdicts"),
     "teacher": (

@@ -93,8 +93,8 @@ def _packages() -> Iterable[dict[str, Any]]:
 
 
 _THIRD_PERSON = {"Do": "Does", "Go": "Goes", "Be": "Is", "Have": "Has", "Pass": "Passes"}
-_NO_VERBS = {"The", "This", "These", "That", "There", "An", "It", "If", "In", "On", "All", "Any", "Some", "Base"}
-_NO_VERBS |= {"Abstract", "Same", "Like", "Note", "Test", "No", "Not", "See", "To", "For", "With"}
+NO_VERBS = {"The", "This", "These", "That", "There", "An", "It", "If", "In", "On", "All", "Any", "Some", "Base"}
+NO_VERBS |= {"Abstract", "Same", "Like", "Note", "Test", "No", "Not", "See", "To", "For", "With"}
 REWRITE = "Rewrite in the third person, as 'Returns ...' for 'Return ...':\n\n"
 """The question of `third-person`, before the docstring's first sentence."""
 
@@ -104,8 +104,13 @@ def third_person(*, split: Split, seed: int) -> Iterator[Row]:
     for sentence in sorted(_imperatives(), key=lambda sentence: _digest(seed, sentence)):
         if split_of(sentence) != split:
             continue
-        verb, rest = sentence.split(" ", 1)
-        yield {"question": REWRITE + sentence, "answer": f"{_third(verb)} {rest}"}
+        yield {"question": REWRITE + sentence, "answer": third_person_of(sentence)}
+
+
+def third_person_of(sentence: str) -> str:
+    """A sentence that begins with a verb, in the third person."""
+    verb, rest = sentence.split(" ", 1)
+    return f"{_third(verb)} {rest}"
 
 
 def _third(verb: str) -> str:
@@ -136,7 +141,7 @@ def _imperatives() -> Iterable[str]:
                 if re.fullmatch(_IMPERATIVE, first):
                     found.add(first)
     verbs = [sentence.split(" ", 1)[0] for sentence in found]
-    known = {verb for verb in verbs if verbs.count(verb) >= 3 and verb not in _NO_VERBS and not verb.endswith("s")}
+    known = {verb for verb in verbs if verbs.count(verb) >= 3 and verb not in NO_VERBS and not verb.endswith("s")}
     return (sentence for sentence in found if sentence.split(" ", 1)[0] in known)
 
 

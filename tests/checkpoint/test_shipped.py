@@ -101,3 +101,9 @@ def test_each_has_a_measured_front_that_an_engine_serves_as_it_starts(name: str)
 def test_unknown_model_names_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"known: .*tiny-mbd"):
         model_folder("tiny-x")
+
+
+def test_an_adapter_is_said_to_be_one_with_the_command_that_merges_it(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="mbd convert BASE --adapter"):
+        model_folder(str(tmp_path))

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from mbd_core.checkpoint.adaptation.fetching import WHEELS, fetched_folder
-from mbd_core.checkpoint.shipped.adapted import SHIPPED, adapted_folder, adapter_names
+from mbd_core.checkpoint.shipped.adapted import CONFIG, SHIPPED, adapted_folder, adapter_names
 
 
 def named_model(model: str) -> str:
@@ -32,6 +32,10 @@ def model_folder(model: str) -> Path:
     for folder in (SHIPPED / model, Path(model), *fetched):
         if (folder / "config.json").is_file():
             return folder
+    if (Path(model) / CONFIG).is_file():
+        raise ValueError(
+            f"{model} is an adapter, not a model; merge it into its base: mbd convert BASE --adapter {model} --out DIR"
+        )
     if Path(model).exists():
         raise ValueError(f"{model} is no model folder: it holds no config.json")
     if model in WHEELS:

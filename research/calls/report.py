@@ -1,0 +1,225 @@
+"""The study's tables: valid calls, the right function, the right arguments, by arm, with a grammar and without.
+
+`python -m research calls --sweep out/calls/sweep --out out/calls/report` judges the answers of sweeps over
+`bfcl:multiple`, `bfcl-free:multiple` and `bfcl:irrelevance`, and keeps a row an answer, without its text.
+`--report-only` prints the tables of kept rows again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any, Literal
+
+from mbd_core.command_line import command
+from mbd_core.evaluation.measures.statistics import p_text, sign_test, wins_and_losses
+from mbd_core.evaluation.sweep.folder import read_samples, read_times
+from mbd_core.fields import DATA, OUTPUT, Flag, load
+from mbd_core.files import check_target_folder, folder_beside, write_text
+from mbd_core.tables import Cell
+from research.tables import table_lines
+
+KIND, ROWS, TIMES = "judged calls", "rows.jsonl", "times.jsonl"
+GRAMMAR, FREE, NONE_FITS = "bfcl:multiple", "bfcl-free:multiple", "bfcl:irrelevance"
+Arm = tuple[str, str]
+"""A model and a method."""
+Step = Literal["is_valid", "is_function", "is_right"]
+STEPS: Mapping[Step, str] = {"is_valid": "valid call", "is_function": "right function", "is_right": "right call"}
+BESIDE_CONTROL: tuple[tuple[str, Step], ...] = (
+    (FREE, "is_valid"),
+    (FREE, "is_right"),
+    (GRAMMAR, "is_function"),
+    (GRAMMAR, "is_right"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgedAnswer:
+    """An answer to a question, judged in steps.
+
+    is_valid     it is one call, of a function that was shown, with a JSON object of the function's parameters
+    is_function  it is a valid call of the right function
+    is_right     the arguments are right, too; where no function fits, the answer has no call
+    """
+
+    model: str
+    method: str
+    task: str
+    problem: str
+    is_valid: bool
+    is_function: bool
+    is_right: bool
+    tokens: int
+    forwards: int
+
+    @property
+    def arm(self) -> Arm:
+        return self.model, self.method
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedAnswer:
+    """A request that was decoded alone: its forwards, and their seconds."""
+
+    model: str
+    method: str
+    task: str
+    forwards: int
+    seconds: float
+
+    @property
+    def arm(self) -> Arm:
+        return self.model, self.method
+
+
+def judged(row: Mapping[str, Any]) -> JudgedAnswer:
+    """A sweep's sample, judged by its question's functions and its answer's calls."""
+    reference = json.loads(row["reference"])
+    shown = {function["name"]: set(function["parameters"]["properties"]) for function in reference["functions"]}
+    calls = json.loads(row["text"])["calls"]
+    is_valid = len(calls) == 1 and calls[0]["name"] in shown and _takes(shown[calls[0]["name"]], calls[0]["arguments"])
+    return JudgedAnswer(
+        model=row["model"],
+        method=row["method"],
+        task=row["task"],
+        problem=row["problem_id"],
+        is_valid=is_valid,
+        is_function=is_valid and calls[0]["name"] in [name for call in reference["right"] for name in call],
+        is_right=row["correct"],
+        tokens=row["num_tokens"],
+        forwards=row["num_forwards"],
+    )
+
+
+def _takes(parameters: set[str], text: str) -> bool:
+    """Whether a call's arguments are a JSON object of these parameters."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return False
+    return isinstance(value, dict) and set(value) <= parameters
+
+
+def run(
+    *,
+    sweep: Annotated[
+        tuple[Path, ...] | None, Flag("Folders of the sweeps.", DATA, name="--sweep", metavar="DIR,...")
+    ] = None,
+    out: Annotated[Path | None, Flag("Folder that keeps the judged rows.", OUTPUT, metavar="DIR")] = None,
+    overwrite: Annotated[bool, Flag("Replace a folder that this command wrote before.", OUTPUT)] = False,
+    report_only: Annotated[
+        Path | None, Flag("Judge nothing: the tables of the rows in this folder.", OUTPUT, metavar="DIR")
+    ] = None,
+) -> None:
+    """Judges the calls of a study's sweeps, and prints its tables and verdicts."""
+    if (sweep is None) == (report_only is None):
+        raise ValueError("name the folders of sweeps (--sweep), or a folder of judged rows (--report-only)")
+    if report_only is not None:
+        print("\n".join(report(*kept(report_only))))
+        return
+    if out is not None:
+        check_target_folder(out, KIND, overwrite=overwrite)
+    assert sweep is not None
+    answers = [judged(row) for folder in sweep for row in read_samples(folder) if row["error"] is None]
+    times = [
+        TimedAnswer(
+            model=row["model"],
+            method=row["method"],
+            task=row["task"],
+            forwards=row["num_forwards"],
+            seconds=row["decode_seconds"],
+        )
+        for folder in sweep
+        for row in read_times(folder)
+        if row["error"] is None and row["run"] == "alone"
+    ]
+    if out is not None:
+        with folder_beside(out, KIND, overwrite=overwrite) as folder:
+            for name, rows in ((ROWS, answers), (TIMES, times)):
+                write_text(folder / name, "".join(json.dumps(asdict(row)) + "\n" for row in rows))
+    print("\n".join(report(answers, times)))
+
+
+def kept(folder: Path) -> tuple[list[JudgedAnswer], list[TimedAnswer]]:
+    """The rows that an earlier call kept. Raises `ValueError` if the folder has none."""
+    for name in (ROWS, TIMES):
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder} holds no {name}; name the --out of an earlier call")
+    answers, times = ((folder / name).read_text(encoding="utf-8").splitlines() for name in (ROWS, TIMES))
+    return [load(JudgedAnswer, json.loads(line)) for line in answers], [
+        load(TimedAnswer, json.loads(line)) for line in times
+    ]
+
+
+def report(answers: Sequence[JudgedAnswer], times: Sequence[TimedAnswer]) -> list[str]:
+    """A table of the arms, a table of what one of two arms alone has, and a table of a forward's milliseconds.
+
+    The first arm is the control.
+    """
+    of: dict[tuple[Arm, str], list[JudgedAnswer]] = defaultdict(list)
+    for row in answers:
+        of[row.arm, row.task].append(row)
+    arms = list(dict.fromkeys(row.arm for row in answers))
+    return [
+        *table_lines(
+            ["model", "method", "grammar", *(f"{text} (%)" for text in STEPS.values()), "tokens a forward"],
+            [line for arm in arms for line in _arm_lines(arm, of)],
+            num_text=3,
+        ),
+        "",
+        *table_lines(
+            ["of the same questions", "by", "and by", "first alone", "second alone", "p"],
+            [line for arm in arms for line in _pair_lines(arm, arms[0], of)],
+            num_text=3,
+        ),
+        "",
+        *table_lines(
+            ["model", "method", "ms a forward", "with a grammar", "ratio"],
+            [line for arm in arms for line in _time_lines(arm, times)],
+            num_text=2,
+        ),
+    ]
+
+
+def _arm_lines(arm: Arm, of: Mapping[tuple[Arm, str], Sequence[JudgedAnswer]]) -> Iterator[list[Cell]]:
+    for task, grammar in ((FREE, "no"), (GRAMMAR, "yes"), (NONE_FITS, "yes, none fits")):
+        if rows := of.get((arm, task)):
+            shares = [f"{100 * sum(getattr(row, step) for row in rows) / len(rows):.1f}" for step in STEPS]
+            if task == NONE_FITS:
+                shares[:2] = ["", ""]  # the right answer has no call
+            tpf = sum(row.tokens for row in rows) / sum(row.forwards for row in rows)
+            yield [*arm, grammar, *shares, f"{tpf:.2f}"]
+
+
+def _pair_lines(arm: Arm, control: Arm, of: Mapping[tuple[Arm, str], Sequence[JudgedAnswer]]) -> Iterator[list[Cell]]:
+    """Exact sign tests: the arm beside the control, and with a grammar beside without."""
+    named = " ".join(arm)
+    if arm != control:
+        for task, step in BESIDE_CONTROL:
+            what = f"{STEPS[step]}, {'free' if task == FREE else 'with a grammar'}"
+            yield [what, " ".join(control), named, *_alone(of[control, task], of[arm, task], step)]
+    alone = _alone(of[arm, GRAMMAR], of[arm, FREE], "is_right")
+    yield [STEPS["is_right"], f"{named}, with a grammar", f"{named}, free", *alone]
+
+
+def _alone(first: Sequence[JudgedAnswer], second: Sequence[JudgedAnswer], step: Step) -> tuple[int, int, str]:
+    values, others = ({row.problem: int(getattr(row, step)) for row in rows} for rows in (first, second))
+    wins, losses = wins_and_losses((problem, values[problem] - others[problem]) for problem in values.keys() & others)
+    return wins, losses, p_text(sign_test(wins, losses))
+
+
+def _time_lines(arm: Arm, times: Sequence[TimedAnswer]) -> Iterator[list[Cell]]:
+    """The median of the requests' milliseconds a forward."""
+    free, held = (
+        [1000 * row.seconds / row.forwards for row in times if row.arm == arm and row.task == task]
+        for task in (FREE, GRAMMAR)
+    )
+    if free and held:
+        yield [*arm, f"{median(free):.1f}", f"{median(held):.1f}", f"{median(held) / median(free):.3f}"]
+
+
+main = command(run, "python -m research calls")

@@ -1,0 +1,110 @@
+"""The study on calls: its questions, how it judges answers, its tables."""
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mbd_core.evaluation.tasks.kinds.function_calls import named_task
+from mbd_core.tasks.split import split_of
+from research.calls import data, report
+from research.calls.report import FREE, GRAMMAR, NONE_FITS, JudgedAnswer, TimedAnswer, judged
+
+
+def asked(split: Any, number: int) -> list[tuple[dict[str, Any], dict[str, Any] | None]]:
+    return list(itertools.islice(data.questions(split), number))
+
+
+def test_no_function_of_the_test_is_shown_in_training() -> None:
+    shown = {
+        split: {function["name"] for row, _ in asked(split, 300) for function in row["function"]}
+        for split in ("train", "test")
+    }
+    assert len(shown["train"]) > 50 and len(shown["test"]) > 10
+    assert all(split_of(name) == "train" for name in shown["train"])
+    assert all(split_of(name) != "train" for name in shown["test"])
+
+
+def test_the_trained_call_is_judged_right_and_each_part_of_it_counts() -> None:
+    task = named_task("bfcl:multiple")
+    for number, (row, right) in enumerate(asked("train", 40)):
+        sample = data.conversation(row, right)
+        answer = sample["messages"][-1]
+        names = {function["name"] for function in row["function"]}
+        if right is None:
+            assert answer["content"] == data.NO_CALL and "tool_calls" not in answer
+            continue
+        assert set(right) <= names
+        (call,) = (call["function"] for call in answer["tool_calls"])
+        problem = task.problem(str(number), {"id": str(number), **row, "ground_truth": [right]})
+        for given, is_right in ((call["arguments"], True), ({}, False)):
+            text = json.dumps({"content": "", "calls": [{"name": call["name"], "arguments": json.dumps(given)}]})
+            assert task.grader.judge(problem, text).correct is is_right
+
+
+def sample(text: str, *, correct: bool = False) -> dict[str, Any]:
+    functions = [{"name": name, "parameters": {"properties": {"path": {}}}} for name in ("os_link", "os_open")]
+    return {
+        "model": "m",
+        "method": "single",
+        "task": GRAMMAR,
+        "problem_id": "0",
+        "correct": correct,
+        "reference": json.dumps({"functions": functions, "right": [{"os_link": {"path": ["a"]}}]}),
+        "text": text,
+        "num_tokens": 12,
+        "num_forwards": 4,
+    }
+
+
+def calls(*named: tuple[str, str]) -> str:
+    return json.dumps({"content": "", "calls": [{"name": name, "arguments": text} for name, text in named]})
+
+
+@pytest.mark.parametrize(
+    ("text", "is_valid", "is_function"),
+    [
+        (calls(("os_link", '{"path": "a"}')), True, True),
+        (calls(("os_open", '{"path": "a"}')), True, False),
+        (calls(("os_link", '{"path": "a"')), False, False),
+        (calls(("os_link", '["a"]')), False, False),
+        (calls(("os_link", '{"place": "a"}')), False, False),
+        (calls(("os_unlink", "{}")), False, False),
+        (calls(), False, False),
+        (calls(("os_link", "{}"), ("os_link", "{}")), False, False),
+    ],
+)
+def test_an_answer_is_valid_before_its_function_counts(text: str, is_valid: bool, is_function: bool) -> None:
+    row = judged(sample(text))
+    assert (row.is_valid, row.is_function, row.is_right) == (is_valid, is_function, False)
+
+
+def test_tables_pair_the_same_questions_and_compare_the_times() -> None:
+    def answer(model: str, task: str, problem: int, right: bool) -> JudgedAnswer:
+        values = {"is_valid": True, "is_function": right, "is_right": right}
+        return JudgedAnswer(
+            model=model, method="multi", task=task, problem=str(problem), tokens=12, forwards=4, **values
+        )
+
+    rows = [answer("control", task, n, True) for task in (FREE, GRAMMAR) for n in range(6)]
+    rows += [answer("mbd", task, n, task == GRAMMAR and n < 3) for task in (FREE, GRAMMAR) for n in range(6)]
+    rows += [answer("mbd", NONE_FITS, 0, True)]
+    times = [
+        TimedAnswer(model="mbd", method="multi", task=task, forwards=10, seconds=s)
+        for task, s in ((FREE, 0.1), (GRAMMAR, 0.11))
+    ]
+    text = report.report(rows, times)
+    assert "| mbd | multi | yes | 100.0 | 50.0 | 50.0 | 3.00 |" in text
+    assert "| mbd | multi | yes, none fits | | | 100.0 | 3.00 |" in text
+    assert "| right call, with a grammar | control multi | mbd multi | 3 | 0 | 0.250 |" in text
+    assert "| right call | mbd multi, with a grammar | mbd multi, free | 3 | 0 | 0.250 |" in text
+    assert "| mbd | multi | 10.0 | 11.0 | 1.100 |" in text
+
+
+def test_bad_folders_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report.main(["--report-only", str(tmp_path)])
+    assert "rows.jsonl" in capsys.readouterr().err
+    assert report.main([])
+    assert "--sweep" in capsys.readouterr().err
