@@ -151,6 +151,7 @@ class DecodeStage:
                 row["num_prefill_forwards"] = result.counts.num_prefill_forwards
                 row["num_drafted_tokens"] = result.counts.num_drafted_tokens
                 row["num_confirmed_tokens"] = result.counts.num_confirmed_tokens
+                row["num_positions"] = result.counts.num_positions
                 row["pieces"] = list(map(token_text, result.tokens))
                 row["steps"] = list(result.piece.steps or ())
                 row["edits"] = _edits(result.piece, token_text) or None

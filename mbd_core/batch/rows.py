@@ -90,11 +90,12 @@ class CountColumns(TypedDict, total=False):
 
 
 class DraftColumns(TypedDict, total=False):
-    """The numbers of drafted tokens that verifications judged, and that they confirmed. Folders of earlier versions
-    lack them."""
+    """The numbers of drafted tokens that verifications judged, and that they confirmed, and of the positions that the
+    forwards computed. Folders of earlier versions lack them."""
 
     num_drafted_tokens: int | None
     num_confirmed_tokens: int | None
+    num_positions: int | None
 
 
 class EndColumns(TypedDict, total=False):

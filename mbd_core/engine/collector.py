@@ -234,6 +234,7 @@ class Collector:
                 decode_seconds=seconds,
                 num_drafted_tokens=update.drafted,
                 num_confirmed_tokens=update.confirmed,
+                num_positions=run.num_positions,
             )
             self.counts.drafted_tokens += update.drafted
             self.counts.confirmed_tokens += update.confirmed

@@ -46,10 +46,10 @@ class Ledger:
 
     def __init__(self, num_rows: int, *, num_slots: int, block_size: int, page_size: int) -> None:
         self._block_size, self._page_size = block_size, page_size
-        columns = [np.zeros(num_rows, dtype=np.int64) for _ in range(10)]
+        columns = [np.zeros(num_rows, dtype=np.int64) for _ in range(11)]
         self._committed_R, self._span_R, self._window_R, self._num_pages_R, self._num_asked_R = columns[:5]
-        self._num_forwards_R, self._num_store_forwards_R = columns[5:7]
-        self._num_resident_R, self._limit_R, self._last_limit_R = columns[7:]
+        self._num_forwards_R, self._num_store_forwards_R, self._num_positions_R = columns[5:8]
+        self._num_resident_R, self._limit_R, self._last_limit_R = columns[8:]
         self._adaptive_R = np.zeros(num_rows, dtype=bool)
         self._seconds_R = np.zeros(num_rows)
         self._work_RK = np.zeros((num_rows, len(WORK_NAMES)), dtype=bool)
@@ -106,7 +106,9 @@ class Ledger:
         self._seconds_R[rows] += seconds
         self._num_resident_R[rows] = report.num_resident_R[rows]
         self._num_asked_R[rows] = report.num_asked_R[rows]
-        self._ages_RN[rows] += report.states_RN[rows] != int(SlotState.DUMMY)
+        is_resident_RN = report.states_RN[rows] != int(SlotState.DUMMY)
+        self._num_positions_R[rows] += is_resident_RN.sum(1) * self._block_size
+        self._ages_RN[rows] += is_resident_RN
         return not (len(stores) and stores.all())
 
     def take_ages(self, row: int, num_blocks: int) -> list[int]:
@@ -128,6 +130,7 @@ class Ledger:
         return Counts(
             num_forwards=int(self._num_forwards_R[row]),
             num_store_forwards=int(self._num_store_forwards_R[row]),
+            num_positions=int(self._num_positions_R[row]),
             decode_seconds=float(self._seconds_R[row]),
         )
 

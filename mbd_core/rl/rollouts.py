@@ -299,6 +299,7 @@ def output_columns(output: Output, text: str) -> OutputColumns:
         "num_prefill_forwards": counts.num_prefill_forwards,
         "num_drafted_tokens": counts.num_drafted_tokens,
         "num_confirmed_tokens": counts.num_confirmed_tokens,
+        "num_positions": counts.num_positions,
         "tokens": list(answer.tokens),
         "steps": list(answer.steps or ()),
         "logprobs": list(answer.logprobs or ()),

@@ -39,7 +39,7 @@ def test_written_folders_keep_their_columns() -> None:
     counts = ["num_prompt_tokens", "num_tokens", "num_forwards", "num_store_forwards", "num_prefill_forwards"]
     replay = ["pieces", "steps", "edits"]
     planned = ["sample", "model", "method", "task", *problem, "config", "input", "stop", *limits]
-    drafts = ["num_drafted_tokens", "num_confirmed_tokens"]
+    drafts = ["num_drafted_tokens", "num_confirmed_tokens", "num_positions"]
     decoded = [*planned, "text", "finish_reason", *counts, "seconds", "error", *replay, *drafts]
     verdicts = [f"{rule}_correct" for rule in ("strict", "flexible", "base", "plus")]
     graded = [*decoded, "correct", "reason", "detail", "strict", "flexible", *verdicts]

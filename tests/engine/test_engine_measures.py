@@ -111,6 +111,7 @@ def test_counts_are_those_of_the_trace(model: Decoder, changes: dict[str, Any], 
 
     in_slots = Counter((r.request_id, r.block) for r in rows if r.state != "DUMMY")
     assert Counter(counts.block_lifetimes.take()) == Counter(in_slots.values())  # every block was stored
+    assert sum(o.counts.num_positions for o in outputs) == B * in_slots.total()
 
     deciding = {r.step for r in rows if r.state == "ACTIVE"}
     steps = {r.step for r in rows}

@@ -68,6 +68,16 @@ def test_an_exact_answer_is_the_answer_at_block_size_1(kind: str, number: int) -
     assert forwards[0] < forwards[1]
 
 
+def test_a_judgement_counts_the_positions_of_its_copies() -> None:
+    """Of an answer of one block, all of whose judged runs reach its end: each forward has the block, and a judgement
+    the copies."""
+    decoding = DecodingConfig(block_size=B, verify=EXACT)
+    one = request("a", 3, "single", prompt=(5, 9, 14, 33) * B, max_tokens=B, decoding=decoding, sampling=Sampling())
+    (output,) = engine(build()).generate([dataclasses.replace(one, ignore_eos=True)])
+    counts = output.counts
+    assert counts.num_positions == counts.num_forwards * B + counts.num_drafted_tokens > counts.num_forwards * B
+
+
 def test_a_drawn_token_has_the_distribution_at_block_size_1() -> None:
     """Chi-square over 100,000 judged drafts, with and without truncation: what is decided at a position is q."""
     generator = torch.Generator().manual_seed(3)

@@ -11,6 +11,8 @@ class Counts:
     num_tokens            useful tokens: generated before EOS, at most max_tokens
     num_forwards          NFE: forwards that its blocks took part in, store-only forwards included
     num_store_forwards    of num_forwards, the forwards that decoded none of its blocks (SingleBD's bubble)
+    num_positions         positions of its rows in num_forwards: of resident blocks, of the masks' copies that a
+                          judgement looks at, of both models where two decode
     num_prefill_forwards  forwards that carried only its prompt, or repeated forwards that a preemption undid; not NFE
     decode_seconds        wall time of the steps counted in num_forwards
     num_cached_tokens     tokens of the prompt that came from the prefix cache
@@ -31,6 +33,7 @@ class Counts:
     num_cached_tokens: int = 0
     num_drafted_tokens: int = 0
     num_confirmed_tokens: int = 0
+    num_positions: int = 0
     num_preemptions: int = 0
     queue_seconds: float = field(default=0.0, compare=False)
     prompt_seconds: float = field(default=0.0, compare=False)

@@ -27,6 +27,7 @@ class SampleCounts:
     num_prefill_forwards: int | None
     num_drafted_tokens: int | None = None
     num_confirmed_tokens: int | None = None
+    num_positions: int | None = None
 
     @property
     def tpf(self) -> float | None:
@@ -76,6 +77,7 @@ class Summary:
     tpf_ratio_of_sums  all useful tokens / all forwards
     nfe                mean forwards per sample; `nfe_stderr` the standard error of that mean
     tokens             mean useful tokens per sample; `tokens_stderr` likewise
+    positions          computed positions of all samples / all forwards; `None` also where a folder lacks them
     cut                answers that ended at the limit of their tokens
     errors             samples without counts; they do not enter tpf and nfe
 
@@ -102,6 +104,8 @@ class Summary:
     num_prefill_forwards: int | None
     num_drafted_tokens: int | None = None
     num_confirmed_tokens: int | None = None
+    num_positions: int | None = None
+    positions: float | None = None
 
 
 def summarize(samples: Sequence[GradedSample]) -> Summary:
@@ -114,7 +118,8 @@ def summarize(samples: Sequence[GradedSample]) -> Summary:
     accuracy_low, accuracy_high = accuracy.bounds
     verdicts = {rule: [getattr(s, f"{rule}_correct") for s in samples] for rule in RULES}
     bare = any(s.is_bare for s in samples)
-    tokens, forwards, stores, prefills, drafted, confirmed = (_total(counts, name, bare=bare) for name in TOTALS)
+    totals = {name: _total(counts, name, bare=bare) for name in TOTALS}
+    tokens, forwards, positions = (totals[name] for name in ("num_tokens", "num_forwards", "num_positions"))
     tpf, tpf_stderr = _mean([c.tpf for c in counts], bare=bare)
     nfe, nfe_stderr = _mean([c.num_forwards for c in counts], bare=bare)
     mean_tokens, tokens_stderr = _mean([c.num_tokens for c in counts], bare=bare and not counts)
@@ -137,12 +142,8 @@ def summarize(samples: Sequence[GradedSample]) -> Summary:
         nfe_stderr=nfe_stderr,
         tokens=mean_tokens,
         tokens_stderr=tokens_stderr,
-        num_tokens=tokens,
-        num_forwards=forwards,
-        num_store_forwards=stores,
-        num_prefill_forwards=prefills,
-        num_drafted_tokens=drafted,
-        num_confirmed_tokens=confirmed,
+        positions=positions / forwards if positions and forwards else None,
+        **totals,
     )
 
 
@@ -157,7 +158,7 @@ def _percent_right(samples: Sequence[GradedSample], flags: Sequence[bool | None]
 
 TOTALS = (
     *("num_tokens", "num_forwards", "num_store_forwards", "num_prefill_forwards"),
-    *("num_drafted_tokens", "num_confirmed_tokens"),
+    *("num_drafted_tokens", "num_confirmed_tokens", "num_positions"),
 )
 
 

@@ -12,6 +12,7 @@ MetricName = Literal[
     "tpf_sums",
     "token_efficiency",
     "nfe",
+    "positions",
     "tokens",
     "cut",
     "errors",
@@ -105,6 +106,15 @@ METRICS: Mapping[MetricName, ReportMetric] = {
         form=".1f",
         better="↓",
         meaning="decode forwards of a sample, store-only ones included, prompt-only prefill not; mean over samples",
+    ),
+    "positions": ReportMetric(
+        field="positions",
+        name="Positions",
+        long="positions of a forward",
+        form=".1f",
+        better="↓",
+        meaning="positions that a forward computes for a sample: its resident blocks, and the copies of masks that a "
+        "verification judges; all / all forwards. Where FLOPs bound a step, they are its cost",
     ),
     "tokens": ReportMetric(field="tokens", name="Tokens", meaning="useful tokens of a sample; the mean over samples"),
     "cut": ReportMetric(field="cut", name="Cut", form="d", meaning="answers that ended at the limit of their tokens"),

@@ -99,18 +99,20 @@ def accuracy_text(summary: Summary) -> str:
 
 
 def configuration_table(rows: Sequence[ReportRow], labels: Mapping[str, str]) -> Table:
-    sums, efficiency, cut, errors = (METRICS[name] for name in ("tpf_sums", "token_efficiency", "cut", "errors"))
+    sums, efficiency, positions = (METRICS[name] for name in ("tpf_sums", "token_efficiency", "positions"))
+    cut, errors = METRICS["cut"], METRICS["errors"]
     heads = ("n", f"{ACCURACY.name} [95 %]", f"{TPF.name} ± se")
     return Table(
         title="Every configuration",
         brief=True,
-        columns=(*SUBJECT, *heads, *(metric.name for metric in (sums, efficiency, NFE, cut, errors))),
-        numeric=range(4, 12),
+        columns=(*SUBJECT, *heads, *(metric.name for metric in (sums, efficiency, NFE, positions, cut, errors))),
+        numeric=range(4, 13),
         rows=[
             (
                 *(row.key.model, row.key.method, labels[row.key.task], row.varied or None, s.n, accuracy_text(s)),
                 *(f"{TPF.text(s.tpf)} ± {TPF.text(s.tpf_stderr)}", sums.text(s.tpf_ratio_of_sums)),
-                *(efficiency.text(token_efficiency(row)), NFE.text(s.nfe), s.cut, s.errors),
+                *(efficiency.text(token_efficiency(row)), NFE.text(s.nfe), positions.text(s.positions)),
+                *(s.cut, s.errors),
             )
             for row in rows
             for s in [row.summary]

@@ -85,6 +85,7 @@ def graded_sample(row: GradedRow) -> GradedSample:
             num_prefill_forwards=row["num_prefill_forwards"],
             num_drafted_tokens=row.get("num_drafted_tokens"),
             num_confirmed_tokens=row.get("num_confirmed_tokens"),
+            num_positions=row.get("num_positions"),
         )
     return GradedSample(
         problem=row["problem_id"],

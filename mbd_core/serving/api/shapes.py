@@ -130,6 +130,8 @@ class Measures(TypedDict):
     """drafted tokens that a verification judged (`linear_spec`, `verify`)"""
     num_confirmed_tokens: int
     """the number of these that it accepted"""
+    num_positions: int
+    """positions that these forwards computed for it: its resident blocks, and a judgement's copies of masks"""
     num_preemptions: int
     """how often it lost its batch row, and waited for another"""
     tpf: float
