@@ -22,6 +22,7 @@ COMMANDS = {
         "research.rl.teacher",
         "what ledger-mbd learns from itself at one slot, beside a reward and solutions",
     ),
+    "verified": ("research.verified.study", "drafts that the same weights verify, beside thresholds alone"),
     "gate": ("research.ledger.gate", "whether a model leaves room for the study on ledger-mini"),
     "alignment": (
         "research.alignment.study",

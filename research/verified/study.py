@@ -1,0 +1,154 @@
+"""The study of verified decoding: sweeps of all settings on two splits, a timing by turns, and a report of their rows.
+
+    sweeps/SPLIT-MODEL  the sweeps, one a model
+    valid.parquet       an answer a row, of the problems on which settings are chosen
+    test.parquet        likewise, of the problems on which they are compared
+    turns.parquet       requests of the chosen settings, timed one at a time and in turn
+    study.md            the report
+
+No Ray: one process decodes, and a killed one's command goes on with the missing parts.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from jobs.api.sweep_work import Subjects, run_work
+from jobs.command_line import OutFolder, OwnThreads
+from mbd_core.batch.timed_cases import Timing
+from mbd_core.command_line import command
+from mbd_core.engine.config import EngineConfig
+from mbd_core.evaluation.sweep.shard import SweepShard
+from mbd_core.fields import DATA, MODEL, Flag, Ge, Texts
+from mbd_core.files import file_beside, write_text
+from mbd_core.storage.folder import Folder
+from research.verified.report import REPORT, ROWS, TURNS, Answers, chosen_settings, report
+from research.verified.settings import SUBJECTS, settings
+
+if TYPE_CHECKING:
+    from mbd_core.evaluation.sweep.sweep import Sweep
+    from mbd_core.tasks.split import Split
+
+MAX_ROWS = 64
+COUNTS = ("num_tokens", "num_forwards", "num_drafted_tokens", "num_confirmed_tokens", "num_positions")
+COLUMNS = pa.schema(
+    [
+        pa.field("model", pa.string()),
+        pa.field("setting", pa.string()),
+        pa.field("problem", pa.string()),
+        pa.field("correct", pa.bool_()),
+        *(pa.field(name, pa.int32()) for name in COUNTS),
+    ]
+)
+Stage = Literal["valid", "test", "turns", "report"]
+
+
+def run(
+    stage: Annotated[Stage, Flag("What is done; each needs the rows of those before it.", positional=True)],
+    *,
+    out: OutFolder,
+    models: Annotated[Texts, Flag("Models of the stage.", MODEL, metavar="NAME,...", commas=True)] = tuple(SUBJECTS),
+    problems: Annotated[int, Ge(2), Flag("Problems of the stage.", DATA)] = 500,
+    threads: OwnThreads = None,
+) -> None:
+    """Decode with every setting, choose on the valid split, compare on the test split, and judge the claims.
+
+    valid, test: the sweeps of a split; several processes may share the models. turns: the chosen settings, one
+    request at a time. report: the report of the rows that are there.
+    """
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+    if stage == "turns":
+        take_turns(out, problems)
+    elif stage != "report":
+        for model in models:
+            sweep(out, model, stage, problems)
+        gather(out, stage)
+    if (out / ROWS["test"]).exists():
+        text = report(out)
+        write_text(out / REPORT, text)
+        print(text)
+
+
+def planned(model: str, split: Split, problems: int) -> Sweep:
+    """The sweep of a model by all settings."""
+    from mbd_core.evaluation.sweep.loading import load_inputs
+    from mbd_core.evaluation.sweep.options import SweepOptions
+    from mbd_core.evaluation.sweep.plan import plan_sweep
+
+    options = SweepOptions(
+        models=(model,),
+        tasks=(SUBJECTS[model],),
+        definitions=tuple(f"{name}={json.dumps(fields)}" for name, fields in settings().items()),
+        methods=tuple(settings()),
+        limit=problems,
+        split=split,
+        engine=EngineConfig(max_rows=MAX_ROWS),
+    )
+    return plan_sweep(load_inputs(options))
+
+
+def sweep(out: Path, model: str, split: Split, problems: int) -> None:
+    """Decodes a model's sweep; a finished one is kept."""
+    from mbd_core.evaluation.sweep.run import SweepRun
+
+    work = SweepRun.of(planned(model, split, problems), shard=SweepShard(), timing=Timing(problems=0))
+    subjects = Subjects.find([model], (), ())
+    run_work(Folder.at(str(out / "sweeps" / f"{split}-{model}")), work, subjects, cluster=None)
+
+
+def gather(out: Path, split: Split) -> None:
+    """Writes the rows of a split's sweeps as one file, without texts. Raises `ValueError` for an answer that could
+    not be decoded."""
+    from mbd_core.evaluation.sweep.folder import read_samples
+
+    rows: list[Mapping[str, Any]] = []
+    for model in SUBJECTS:
+        folder = out / "sweeps" / f"{split}-{model}"
+        if not (folder / "report.json").exists():  # another process decodes it
+            continue
+        for row in read_samples(folder, columns=("method", "problem_id", "correct", "error", *COUNTS)):
+            if row["error"] is not None:
+                raise ValueError(f"{folder}: {row['problem_id']} could not be decoded: {row['error']}")
+            named = {"model": model, "setting": row["method"], "problem": row["problem_id"]}
+            rows.append({**named, "correct": row["correct"], **{name: row.get(name) for name in COUNTS}})
+    order = [(name, "ascending") for name in ("model", "setting", "problem")]
+    _write(out / ROWS[split], pa.Table.from_pylist(rows, schema=COLUMNS).sort_by(order))
+
+
+def take_turns(out: Path, problems: int) -> None:
+    """Asks each problem of every chosen setting before the next problem, so that a busy machine slows all alike."""
+    from mbd_core import LLM
+
+    rows = []
+    for model in SUBJECTS:
+        chosen = list(dict.fromkeys(chosen_settings(Answers.read(out / ROWS["valid"]), model).values()))
+        questions = list({row["problem_id"]: row for row in planned(model, "test", problems).rows()}.values())
+        with LLM(model, max_rows=1, buffer_size=max(settings()[name]["buffer_size"] for name in chosen)) as llm:
+            for number, row in enumerate((questions[0], *questions)):  # the first warms up
+                for name in chosen:
+                    began = time.perf_counter()
+                    answer = llm.chat(row["prompt"], max_tokens=row["max_tokens"], decoding=dict(settings()[name]))
+                    seconds = time.perf_counter() - began
+                    if number:
+                        rows.append(
+                            {"model": model, "setting": name, "tokens": len(answer.tokens), "seconds": seconds}
+                        )
+    _write(out / TURNS, pa.Table.from_pylist(rows))
+
+
+def _write(path: Path, table: pa.Table) -> None:
+    with file_beside(path) as file:
+        pq.write_table(table, file, compression="zstd")
+
+
+main = command(run, "python -m research verified")
