@@ -26,7 +26,7 @@ from research.tables import table_lines
 from research.verified.settings import (
     BY_SLOTS,
     SUBJECTS,
-    Family,
+    SettingFamily,
     Width,
     family_of,
     settings,
@@ -36,11 +36,11 @@ from research.verified.settings import (
 ROWS = {"valid": "valid.parquet", "test": "test.parquet"}
 TURNS, REPORT = "turns.parquet", "study.md"
 MARGIN = 1.0  # points of accuracy
-FAMILIES: tuple[Family, ...] = ("threshold", "verified")
+FAMILIES: tuple[SettingFamily, ...] = ("threshold", "verified")
 WIDTHS: tuple[Width, ...] = ("one slot", "several slots")
 COUNTS = ("num_tokens", "num_forwards", "num_drafted_tokens", "num_confirmed_tokens", "num_positions")
-Verdict = Literal["shown", "contradicted", "not shown"]
-Place = tuple[Family, Width]
+PairVerdict = Literal["shown", "contradicted", "not shown"]
+SettingKind = tuple[SettingFamily, Width]
 
 RULES = f"""A setting is chosen on the valid split, for each model, family and number of slots: the fastest (all
 tokens / all forwards) among those at most {MARGIN:g} point less accurate than the most accurate. Differences are of
@@ -53,7 +53,7 @@ setting alone answers, and the second alone, with the exact sign test."""
 
 
 @dataclass(frozen=True, eq=False)
-class Answered:
+class SettingAnswers:
     """A setting's answers to the problems (P), in their order."""
 
     problems: tuple[str, ...]
@@ -82,10 +82,10 @@ class Answered:
 
 
 @dataclass(frozen=True)
-class Answers:
+class SplitAnswers:
     """The answers of a split by model and setting; every setting of a model has the same problems."""
 
-    of: Mapping[str, Mapping[str, Answered]]
+    of: Mapping[str, Mapping[str, SettingAnswers]]
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -100,7 +100,7 @@ class Answers:
         columns = [table[name].to_numpy() for name in COUNTS]
         of = {
             model: {
-                name: Answered(
+                name: SettingAnswers(
                     tuple(problems[n] for n in at),
                     correct[at].astype(float),
                     *(column[at].astype(float) for column in columns),
@@ -115,7 +115,7 @@ class Answers:
         return cls({model: of[model] for model in SUBJECTS if model in of})
 
 
-def chosen_settings(valid: Answers, model: str) -> dict[Place, str]:
+def chosen_settings(valid: SplitAnswers, model: str) -> dict[SettingKind, str]:
     """The fastest setting of each family and number of slots that is at most `MARGIN` below its best accuracy."""
     chosen = {}
     for family in FAMILIES:
@@ -129,7 +129,7 @@ def chosen_settings(valid: Answers, model: str) -> dict[Place, str]:
     return chosen
 
 
-def most_accurate(valid: Answers, model: str) -> dict[Family, str]:
+def most_accurate(valid: SplitAnswers, model: str) -> dict[SettingFamily, str]:
     """The most accurate setting of each family, of ties the fastest."""
     return {
         family: max(cells, key=lambda name: (cells[name].accuracy, cells[name].tpf))
@@ -138,13 +138,13 @@ def most_accurate(valid: Answers, model: str) -> dict[Family, str]:
     }
 
 
-def of_place(cells: Mapping[str, Answered], family: Family, width: Width) -> dict[str, Answered]:
+def of_place(cells: Mapping[str, SettingAnswers], family: SettingFamily, width: Width) -> dict[str, SettingAnswers]:
     return {n: c for n, c in cells.items() if (family_of(n), width_of(n)) == (family, width)}
 
 
 def report(out: Path) -> str:
     """The Markdown of the rows in a folder."""
-    valid, test = (Answers.read(out / ROWS[split]) for split in ("valid", "test"))
+    valid, test = (SplitAnswers.read(out / ROWS[split]) for split in ("valid", "test"))
     problems = ", ".join(f"{len(next(iter(cells.values())).problems)} of {model}" for model, cells in test.of.items())
     lines = ["# Do drafts that the same weights verify beat a tuned threshold?", "", f"Test problems: {problems}."]
     lines += ["", RULES, "", "## Claims", "", *claim_lines(valid, test), "", "## Chosen settings", ""]
@@ -156,7 +156,7 @@ def report(out: Path) -> str:
 # -- claims ----------------------------------------------------------------------------------------------------------
 
 
-def claim_lines(valid: Answers, test: Answers) -> list[str]:
+def claim_lines(valid: SplitAnswers, test: SplitAnswers) -> list[str]:
     """Every claim for every model: the two settings, the differences, the verdict."""
     rows: list[list[Cell]] = []
     for model, cells in test.of.items():
@@ -190,23 +190,23 @@ def claim_lines(valid: Answers, test: Answers) -> list[str]:
 
 
 def _difference(
-    cells: Mapping[str, Answered], pair: Sequence[str], measure: Callable[[Answered], np.ndarray]
+    cells: Mapping[str, SettingAnswers], pair: Sequence[str], measure: Callable[[SettingAnswers], np.ndarray]
 ) -> Interval:
     first, second = (cells[name] for name in pair)
     return mean_interval(measure(first) - measure(second), first.problems)
 
 
-def _accuracy(cells: Mapping[str, Answered], pair: Sequence[str]) -> Interval:
+def _accuracy(cells: Mapping[str, SettingAnswers], pair: Sequence[str]) -> Interval:
     return _difference(cells, pair, lambda cell: 100.0 * cell.correct_P)
 
 
-def _alone_right(cells: Mapping[str, Answered], pair: Sequence[str]) -> str:
+def _alone_right(cells: Mapping[str, SettingAnswers], pair: Sequence[str]) -> str:
     first, second = (cells[name] for name in pair)
     wins, losses = wins_and_losses(zip(first.problems, (first.correct_P - second.correct_P).tolist(), strict=True))
     return f"{wins} and {losses}, p {p_text(sign_test(wins, losses), equals='= ')}"
 
 
-def _aup_difference(cells: Mapping[str, Answered], width: Width) -> Interval:
+def _aup_difference(cells: Mapping[str, SettingAnswers], width: Width) -> Interval:
     """d3LLM's AUP of the verified settings minus that of the thresholds; y_max is the best accuracy of all."""
     problems = len(next(iter(cells.values())).problems)
     blocks = bootstrap(np.zeros(problems, dtype=int), seed=0)
@@ -222,7 +222,7 @@ def _aup_difference(cells: Mapping[str, Answered], width: Width) -> Interval:
     return Interval.of_weightings(areas[1] - areas[0])
 
 
-def _verdict(*judged: tuple[Interval, float]) -> Verdict:
+def _verdict(*judged: tuple[Interval, float]) -> PairVerdict:
     if any(difference.is_below(bound) for difference, bound in judged):
         return "contradicted"
     return "shown" if all(difference.is_above(bound) for difference, bound in judged) else "not shown"
@@ -238,7 +238,7 @@ def _signed(interval: Interval, form: Literal["d", ".2f"] = ".2f") -> str:
 # -- tables ----------------------------------------------------------------------------------------------------------
 
 
-def chosen_lines(valid: Answers, test: Answers, turns: Mapping[tuple[str, str], float]) -> list[str]:
+def chosen_lines(valid: SplitAnswers, test: SplitAnswers, turns: Mapping[tuple[str, str], float]) -> list[str]:
     """The chosen settings on both splits; tokens a second as a multiple of the threshold's with as many slots."""
     rows: list[list[Cell]] = []
     for model, cells in test.of.items():
@@ -254,7 +254,7 @@ def chosen_lines(valid: Answers, test: Answers, turns: Mapping[tuple[str, str], 
     return table_lines(["Model", "Setting", "valid: accuracy, TPF", *HEADS, "Tokens a second"], rows, num_text=2)
 
 
-def slot_lines(test: Answers) -> list[str]:
+def slot_lines(test: SplitAnswers) -> list[str]:
     """What drafts in more slots give where every draft is verified."""
     rows: list[list[Cell]] = []
     for model, cells in test.of.items():
@@ -267,7 +267,7 @@ def slot_lines(test: Answers) -> list[str]:
     return table_lines(["Model", "Setting", *HEADS, "Judged", "Confirmed", "Share (%)"], rows, num_text=2)
 
 
-def cell_lines(test: Answers) -> list[str]:
+def cell_lines(test: SplitAnswers) -> list[str]:
     """Every setting of every model."""
     rows = [[model, name, *_cells(cells[name])] for model, cells in test.of.items() for name in settings()]
     return table_lines(["Model", "Setting", *HEADS], rows, num_text=2)
@@ -276,7 +276,7 @@ def cell_lines(test: Answers) -> list[str]:
 HEADS = ("Accuracy (%)", "TPF", "Positions a forward", "a token")
 
 
-def _cells(cell: Answered) -> tuple[str, ...]:
+def _cells(cell: SettingAnswers) -> tuple[str, ...]:
     accuracy = percent_right([bool(right) for right in cell.correct_P])
     a_token = float(cell.positions_P.sum() / cell.tokens_P.sum())
     tpf, positions = float(cell.tpf_P.mean()), cell.a_forward(cell.positions_P)

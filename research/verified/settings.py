@@ -18,7 +18,7 @@ BY_SLOTS = {"exact": (1, 2), "span": (1, 2, 4, 8)}
 """Slots of drafts that are all verified. A block of which nothing is kept begins no further block, so that of an exact
 answer a third slot stays empty."""
 
-Family = Literal["threshold", "verified"]
+SettingFamily = Literal["threshold", "verified"]
 Width = Literal["one slot", "several slots"]
 THRESHOLD = "threshold"
 
@@ -45,7 +45,7 @@ def settings() -> dict[str, Mapping[str, Any]]:
     return found
 
 
-def family_of(name: str) -> Family:
+def family_of(name: str) -> SettingFamily:
     return "threshold" if name.startswith(THRESHOLD) else "verified"
 
 

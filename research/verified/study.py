@@ -29,7 +29,7 @@ from mbd_core.evaluation.sweep.shard import SweepShard
 from mbd_core.fields import DATA, MODEL, Flag, Ge, Texts
 from mbd_core.files import file_beside, write_text
 from mbd_core.storage.folder import Folder
-from research.verified.report import REPORT, ROWS, TURNS, Answers, chosen_settings, report
+from research.verified.report import REPORT, ROWS, TURNS, SplitAnswers, chosen_settings, report
 from research.verified.settings import SUBJECTS, settings
 
 if TYPE_CHECKING:
@@ -47,11 +47,11 @@ COLUMNS = pa.schema(
         *(pa.field(name, pa.int32()) for name in COUNTS),
     ]
 )
-Stage = Literal["valid", "test", "turns", "report"]
+StudyStage = Literal["valid", "test", "turns", "report"]
 
 
 def run(
-    stage: Annotated[Stage, Flag("What is done; each needs the rows of those before it.", positional=True)],
+    stage: Annotated[StudyStage, Flag("What is done; each needs the rows of those before it.", positional=True)],
     *,
     out: OutFolder,
     models: Annotated[Texts, Flag("Models of the stage.", MODEL, metavar="NAME,...", commas=True)] = tuple(SUBJECTS),
@@ -131,7 +131,7 @@ def take_turns(out: Path, problems: int) -> None:
 
     rows = []
     for model in SUBJECTS:
-        chosen = list(dict.fromkeys(chosen_settings(Answers.read(out / ROWS["valid"]), model).values()))
+        chosen = list(dict.fromkeys(chosen_settings(SplitAnswers.read(out / ROWS["valid"]), model).values()))
         questions = list({row["problem_id"]: row for row in planned(model, "test", problems).rows()}.values())
         with LLM(model, max_rows=1, buffer_size=max(settings()[name]["buffer_size"] for name in chosen)) as llm:
             for number, row in enumerate((questions[0], *questions)):  # the first warms up
