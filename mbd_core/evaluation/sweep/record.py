@@ -107,7 +107,7 @@ def plan_of(sweep: Sweep, rows: Sequence[PlannedRow]) -> dict[str, Any]:
         **{name: getattr(sweep.engine, name) for name in ENGINE_SIZES},
         "tensor_parallel": sweep.tensor_parallel,
         **({} if sweep.engine.dtype == "auto" else {"dtype": sweep.engine.dtype}),
-        **({} if sweep.engine.draft_model is None else {"draft_model": sweep.engine.draft_model}),
+        **({} if sweep.draft_folder is None else {"draft_model": model_digest(sweep.draft_folder)}),
         "rows": ROWS,
         "versions": {name: version(name) for name in VERSIONS},
     }
@@ -184,10 +184,11 @@ def _differences(old_plan: Mapping[str, Any], new_plan: Mapping[str, Any]) -> It
         ("temperature", 0.0),
         ("top_p", 1.0),
         ("dtype", "auto"),
-        ("draft_model", None),
     ):
         if old_plan.get(name, unsaid) != new_plan.get(name, unsaid):
             yield f"its {name} is {old_plan.get(name, unsaid)}, not {new_plan.get(name, unsaid)}"
+    if old_plan.get("draft_model") != new_plan.get("draft_model"):
+        yield "its draft model is another"
     for name in ("seed", *ENGINE_SIZES, "tensor_parallel"):
         if old_plan[name] != new_plan[name]:
             yield f"its {name} is {old_plan[name]}, not {new_plan[name]}"

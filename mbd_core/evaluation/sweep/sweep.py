@@ -19,6 +19,7 @@ from mbd_core.evaluation.sweep.endpoints.endpoint import Endpoint
 from mbd_core.evaluation.sweep.grid import Methods, Variant
 from mbd_core.evaluation.tasks.asking import AskedTask
 from mbd_core.evaluation.tasks.recipes import Recipe
+from mbd_core.storage.models import fetch_model
 
 # The packages on which tokens, grades and their speed depend.
 REPORTED_VERSIONS = ("mbd-cluster", "torch", "ray", "transformers", "math-verify", "numpy")
@@ -55,6 +56,12 @@ class Sweep:
         if not self.sampling.draws:
             return {}
         return {"samples": self.samples, "temperature": self.sampling.temperature, "top_p": self.sampling.top_p}
+
+    @property
+    def draft_folder(self) -> Path | None:
+        """The folder of the model that drafts for all others, `None` without one."""
+        draft = self.engine.draft_model
+        return None if draft is None else model_folder(fetch_model(draft))
 
     @property
     def num_samples(self) -> int:
@@ -106,10 +113,12 @@ class Sweep:
             name: {"url": endpoint.url, "model": endpoint.model, "ours": endpoint.is_ours}
             for name, endpoint in self.endpoints.items()
         }
+        draft = self.draft_folder
         return {
             "models": {
                 name: _model_settings(model_folder(folder), on_gpu=on_gpu) for name, folder in self.models.items()
             },
+            **({} if draft is None else {"draft model": {draft.name: _model_settings(draft, on_gpu=on_gpu)}}),
             **({"endpoints": endpoints} if endpoints else {}),
             "methods": {name: json.dumps(fields) for name, fields in self.methods.items()},
             "grid": self.grid,

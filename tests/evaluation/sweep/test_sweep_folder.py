@@ -218,6 +218,7 @@ def test_another_sweep_is_refused_in_a_sentence_that_says_what_differs(tmp_path:
         ({"tasks": {**tasks, "b": {**tasks["b"], "sha256": "1"}}}, "prompts or rule of task 'b' are others"),
         ({"configurations": {"m": configurations["m"][:1]}}, "has 2 configurations, not 1, and has another of MBD"),
         ({"configurations": {"m": configurations["m"][::-1]}}, "has its configurations in another order"),
+        ({"draft_model": "digest"}, "its draft model is another"),
         ({"num_pages": 8}, "its num_pages is None, not 8"),
         ({"kv_memory_fraction": 0.5}, "its kv_memory_fraction is 0.9, not 0.5"),
         ({"versions": {**RECORDED.plan["versions"], "torch": "2"}}, "it was made with torch 1, not 2"),

@@ -11,6 +11,7 @@ import pytest
 from jobs.convert_checkpoint import main
 from mbd_core.batch.parts import cut
 from mbd_core.batch.rows import PLANNED_COLUMNS
+from mbd_core.checkpoint.model_digest import model_digest
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sweep.loading import load_inputs
@@ -52,6 +53,16 @@ def test_the_engine_has_the_slots_that_the_configurations_ask_for(tiny_model_dir
         max_rows=3, num_pages=64, kv_memory_fraction=0.5, buffer_size=6
     )
     assert planned(tiny_model_dir, engine=engine, methods=["single"]).engine.buffer_size == 1
+
+
+def test_a_draft_model_is_recorded_by_its_files_and_reported_by_its_name(tiny_model_dir: Path, tmp_path: Path) -> None:
+    twin = shutil.copytree(tiny_model_dir, tmp_path / "twin")
+    sweeps = [planned(tiny_model_dir, engine=EngineConfig(draft_model=str(path))) for path in (tiny_model_dir, twin)]
+    digests = [plan_of(sweep, list(sweep.rows()))["draft_model"] for sweep in sweeps]
+    assert digests == [model_digest(twin)] * 2
+    settings = sweeps[1].settings(engine=sweeps[1].engine, num_actors=1, on_gpu=False, machine="")
+    assert settings["draft model"]["twin"]["block_size"] == settings["models"][tiny_model_dir.name]["block_size"]
+    assert "draft_model" not in plan_of(planned(tiny_model_dir), list(planned(tiny_model_dir).rows()))
 
 
 def test_defined_methods_run_unless_others_are_named(tiny_model_dir: Path) -> None:
