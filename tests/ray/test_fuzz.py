@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 from raw_http import RawHttp, post, read_all, statuses
 from schema_bounds import SchemaBounds
 from schemathesis import checks
+from schemathesis.schemas import BaseSchema
 
 from mbd_core.serving.api.openapi import openapi_document
 
@@ -92,7 +93,11 @@ def encoded(**fields: Any) -> bytes:
 
 # -- from the schema ------------------------------------------------------------------------------------------------
 
-SCHEMA = schemathesis.openapi.from_dict(openapi_document(keys=False))  # as the server here is
+
+@pytest.fixture(scope="module", params=openapi_document()["paths"])
+def schema(request: pytest.FixtureRequest) -> BaseSchema:
+    """One path of it, as the server here is; made when a test begins, since making its cases takes seconds."""
+    return schemathesis.openapi.from_dict(openapi_document(keys=False)).include(path=request.param)
 
 
 def test_the_schema_is_served(url: str) -> None:
@@ -100,7 +105,7 @@ def test_the_schema_is_served(url: str) -> None:
 
 
 @pytest.mark.slow
-@SCHEMA.parametrize()
+@schemathesis.pytest.from_fixture("schema").parametrize()
 @settings(max_examples=40, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 def test_what_the_schema_says_is_what_comes(url: str, case: schemathesis.Case) -> None:
     given = case.body

@@ -10,6 +10,7 @@ import schemathesis
 from hypothesis import HealthCheck, settings
 from schema_bounds import SchemaBounds
 from schemathesis import checks
+from schemathesis.schemas import BaseSchema
 
 from mbd_core.serving.api.openapi import openapi_document
 from mbd_core.serving.api.orders import MAX_VERSION, ORDERS
@@ -24,7 +25,6 @@ CHECKED = [
     checks.response_schema_conformance,
     checks.negative_data_rejection,
 ]
-SCHEMA = schemathesis.openapi.from_dict(openapi_document()).include(path=[*ORDERS, "/metrics"])
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +60,14 @@ def authorized(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
+@pytest.fixture(scope="module", params=[*ORDERS, "/metrics"])
+def schema(request: pytest.FixtureRequest) -> BaseSchema:
+    """One path, made when a test begins: making its cases takes seconds."""
+    return schemathesis.openapi.from_dict(openapi_document()).include(path=request.param)
+
+
 @pytest.mark.slow
-@SCHEMA.parametrize()
+@schemathesis.pytest.from_fixture("schema").parametrize()
 @settings(max_examples=20, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 def test_orders_answer_as_the_schema_says(client: httpx.Client, tiny_model_dir: Path, case: schemathesis.Case) -> None:
     given = case.body
