@@ -77,24 +77,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-# Rooms whose tests start Ray or ask what a machine has one of: under pytest-xdist they run in one process, in turn.
-ONE_BY_ONE = ("cluster", "hosts", "k8s", "observability", "ray")
+# Rooms whose tests start Ray: under pytest-xdist the tests of such a room run in one process, in turn.
+ONE_BY_ONE = ("cluster", "hosts", "observability", "ray")
 # When a test that is marked slow counts as hanging, in seconds; the others' limit is in pyproject.toml.
 SLOW_SECONDS = 3_600
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A file's tests stay together, as what they share is made once a process; those of `ONE_BY_ONE` are one file."""
+    """A file's tests stay together, as what they share is made once a process; so do a room's in `ONE_BY_ONE`."""
     from xdist.scheduler import LoadScopeScheduling
 
-    class InTurn(LoadScopeScheduling):
+    class ByFileOrRoom(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
             room = file.removeprefix("tests/").partition("/")[0]
-            return "in turn" if room in ONE_BY_ONE else file
+            return room if room in ONE_BY_ONE else file
 
-    return InTurn(config, log)
+    return ByFileOrRoom(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

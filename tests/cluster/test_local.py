@@ -328,37 +328,39 @@ def test_a_dashboard_as_the_address_is_told_what_it_is_for(unconnected: pytest.M
         local.connect()
 
 
-def test_the_tests_own_ray_listens_on_loopback_alone(ray_cluster: Any) -> None:
-    """Its metrics agent asks nobody for a token."""
-    check_loopback_only(ray_cluster._private.worker._global_node.get_session_dir_path())
-
-
 UV_JOB = """
 import os, sys
 import ray
 from cluster.local import connect
 
 connect(num_cpus=1, worker_logs=False)
-print(*ray.get(ray.remote(num_cpus=1)(lambda: (os.getcwd(), sys.executable)).remote()))
+print(*ray.get(ray.remote(num_cpus=1)(lambda: (os.getcwd(), sys.executable, os.environ["no_proxy"])).remote()))
 """
 
 
-def test_uv_run_gives_workers_the_same_environment_and_folder(tmp_path: Path) -> None:
-    """A process with the command line of `uv run job.py`, by which Ray knows uv, and the job as its child."""
+def test_uv_run_behind_a_dead_proxy_gives_workers_the_same_environment_and_folder(tmp_path: Path) -> None:
+    """A process with the command line of `uv run job.py`, by which Ray knows uv, and the job as its child.
+
+    Neither Ray nor its workers ask the proxy for this machine.
+    """
     (tmp_path / "run").write_text(f"import subprocess; exit(subprocess.call([{sys.executable!r}, 'job.py']))")
     (tmp_path / "job.py").write_text(UV_JOB)
-    environment = {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", local.WORKERS_BY_UV)}
+    dead = dict.fromkeys(("http_proxy", "HTTPS_PROXY", "all_proxy", "grpc_proxy"), "http://127.0.0.1:9")
+    other = ("RAY_ADDRESS", local.WORKERS_BY_UV)
+    environment = {k: v for k, v in os.environ.items() if k not in other and not k.lower().endswith("_proxy")}
     done = subprocess.run(
         ["uv", "run", "job.py"],
         executable=sys.executable,
         cwd=tmp_path,
-        env=environment | {"PYTHONPATH": str(local.ROOT)},
+        env=environment | dead | {"PYTHONPATH": str(local.ROOT)},
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [str(tmp_path), sys.executable]
+    folder, executable, direct = done.stdout.split()
+    assert (folder, executable) == (str(tmp_path), sys.executable)
+    assert direct.startswith("localhost,127.0.0.1,::1")
 
 
 def test_uv_run_on_another_cluster_says_what_ray_does(

@@ -1,10 +1,13 @@
-"""Two Ray clusters on one machine: a command of ours uses the one it is given, says which, and does not guess."""
+"""Ray clusters of one machine: the tests' own listens on loopback alone, and a command of ours that stands before two
+uses the one it is given, says which, and does not guess."""
 
 import subprocess
 import sys
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
+from session_processes import check_loopback_only
 
 from cluster.local import ROOT, local_cluster
 
@@ -32,6 +35,11 @@ def joined(environment: dict[str, str], **variables: str) -> "subprocess.Complet
         cwd=ROOT,
         timeout=300,
     )
+
+
+def test_the_tests_own_ray_listens_on_loopback_alone(ray_cluster: Any) -> None:
+    """Its metrics agent asks nobody for a token."""
+    check_loopback_only(ray_cluster._private.worker._global_node.get_session_dir_path())
 
 
 @pytest.mark.slow
