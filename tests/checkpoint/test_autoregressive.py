@@ -26,7 +26,7 @@ from mbd_core.models.decoder import Decoder
 from mbd_core.models.shard import Shard
 from mbd_core.ops.attention.whole import DenseAttention
 
-LENGTH = 48
+LENGTH, NUM = 48, 12  # tokens of a prompt, and of an answer
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -122,10 +122,10 @@ def test_greedy_tokens_are_those_of_transformers(case: tuple[Path, Any]) -> None
     prompts = [torch.randint(3, 96, (n,), generator=generator).tolist() for n in (5, 17, 40, 33)]
     expected = []
     for prompt in prompts:
-        ids = theirs.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=24, min_new_tokens=24)
+        ids = theirs.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=NUM, min_new_tokens=NUM)
         expected.append(tuple(ids[0, len(prompt) :].tolist()))
     requests = [
-        Request(request_id=str(n), prompt=tuple(p), max_tokens=24, decoding=decoding, min_tokens=24)
+        Request(request_id=str(n), prompt=tuple(p), max_tokens=NUM, decoding=decoding, min_tokens=NUM)
         for n, p in enumerate(prompts)
     ]
     for rows, chunk in ((4, 4096), (1, 16), (3, 16)):
@@ -133,7 +133,7 @@ def test_greedy_tokens_are_those_of_transformers(case: tuple[Path, Any]) -> None
         for _ in range(2):  # the second time from the prefix cache
             outputs = engine.generate(requests)
             assert [o.tokens for o in outputs] == expected
-            assert {o.counts.num_forwards for o in outputs} == {24}, "one token a forward"
+            assert {o.counts.num_forwards for o in outputs} == {NUM}, "one token a forward"
     engine = Engine(model, EngineConfig(max_rows=4, num_pages=64))
     for request in requests:
         engine.add(request)

@@ -1,7 +1,9 @@
 """Decoding block by block in the engine: SDAR, LLaDA2 (plain, dInfer, DMax) and D2F on LLaDA and Dream; and LLaDA2.2's
 edits in the plain loop."""
 
+import copy
 import dataclasses
+import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ def check_sdar_generation(folder: Path, case: dict[str, Any]) -> None:
     inputs, expected = case["inputs"], case["expected"]
     size, length = inputs["block_length"], len(inputs["prompt"])
     stops = tuple(inputs["stopping_criteria_idx"] or ())
-    model = with_config(load_model(folder), block_size=size, **({"eos_token_ids": stops} if stops else {}))
+    model = with_config(loaded(folder), block_size=size, **({"eos_token_ids": stops} if stops else {}))
     dynamic = inputs["remasking_strategy"] == "low_confidence_dynamic"
     decoding = DecodingConfig(
         block_size=size,
@@ -90,7 +92,7 @@ def decode(
     **engine: Any,
 ) -> Output:
     model = with_config(
-        load_model(folder), block_size=decoding.block_size, **({"eos_token_ids": (eos,)} if eos is not None else {})
+        loaded(folder), block_size=decoding.block_size, **({"eos_token_ids": (eos,)} if eos is not None else {})
     )
     request = Request(
         request_id="case",
@@ -210,7 +212,7 @@ def check_fast_dllm_v2(folder: Path, case: dict[str, Any]) -> None:
         )
         for i, prompt in enumerate(prompts)
     ]
-    model = with_config(load_model(folder), block_size=size, eos_token_ids=(stop,))
+    model = with_config(loaded(folder), block_size=size, eos_token_ids=(stop,))
     for static in (False, True):
         outputs = Engine(model, EngineConfig(max_rows=len(rows), static_shapes=static)).generate(requests)
         for i, (prompt, row, output) in enumerate(zip(prompts, rows, outputs, strict=True)):
@@ -270,7 +272,7 @@ def check_edit_script(folder: Path, case: dict[str, Any]) -> None:
 def check_edit_generation(folder: Path, case: dict[str, Any]) -> None:
     inputs, expected = case["inputs"], case["expected"]
     eos = tuple(inputs["eos_ids"])
-    model = with_config(load_model(folder), **({"eos_token_ids": eos} if eos else {}))
+    model = with_config(loaded(folder), **({"eos_token_ids": eos} if eos else {}))
     decoding = DecodingConfig(block_size=inputs["block_length"], tau_m2t=inputs["threshold"], edit=edit_rule(inputs))
     run = run_edits(model, inputs["prompt"], inputs["gen_length"], decoding, ignore_eos=not eos)
     wanted = expected["output"]
@@ -297,7 +299,15 @@ def edit_rule(inputs: dict[str, Any]) -> Levenshtein:
     return Levenshtein(tau=inputs["editing_threshold"], variant=inputs["variant"], **values)
 
 
+@functools.lru_cache(maxsize=4)
+def loaded(folder: Path) -> Decoder:
+    """A folder's model, read once for its cases, which change no weight and come one behind another."""
+    return load_model(folder)
+
+
 def with_config(model: Decoder, **changes: Any) -> Decoder:
+    """The same modules under a config of their own."""
+    model = copy.copy(model)
     model.config = dataclasses.replace(model.config, **changes)
     return model
 

@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from block_checks import before, with_config
+from block_checks import before, loaded, with_config
 
-from mbd_core.checkpoint.loading import load_model
 from mbd_core.decoding.blocks.causal_config import Causal, Thinking
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Output, Request
@@ -26,7 +25,7 @@ def check_generation(folder: Path, case: dict[str, Any]) -> None:
     causal = causal_of(case["kind"], inputs)
     if case.get("quirk") and causal.thinking is not None:
         pytest.skip(f"quirk of the reference: {case['quirk_note']}")
-    model = with_config(load_model(folder), **({} if eos is None else {"eos_token_ids": (eos,)}))
+    model = with_config(loaded(folder), **({} if eos is None else {"eos_token_ids": (eos,)}))
     request = Request(
         request_id="case",
         prompt=tuple(inputs["prompt"]),

@@ -6,7 +6,8 @@ The references fill the whole canvas; where an EOS ends the request, tokens are 
 from pathlib import Path
 from typing import Any
 
-from mbd_core.checkpoint.loading import load_model
+from block_checks import loaded
+
 from mbd_core.decoding.blocks.canvas_config import Branches, Canvas, Leap, MultiBlock
 from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.blocks.sampling_config import Sampling
@@ -60,7 +61,7 @@ def check_localleap(folder: Path, case: dict[str, Any]) -> None:
     check(folder, case, canvas, inputs["gen_length"], eos, expected["nfe"])
     if "nfe_plain_threshold" in expected:
         plain = Canvas(block_length=inputs["block_length"], tau=inputs["threshold"])
-        run = run_planned(load_model(folder), decoder(folder, case, plain, inputs["gen_length"], eos))
+        run = run_planned(loaded(folder), decoder(folder, case, plain, inputs["gen_length"], eos))
         assert run.num_forwards == expected["nfe_plain_threshold"]
 
 
@@ -125,7 +126,7 @@ def check_d3llm(folder: Path, case: dict[str, Any]) -> None:
         lengths.append(plan.num_positions)
         starts.append(plan.queries[0].start)
 
-    run_planned(load_model(folder / case["checkpoint"]), ours, watch=watch)
+    run_planned(loaded(folder / case["checkpoint"]), ours, watch=watch)
     begin = len(inputs["prompt"])
     wanted = expected["tokens"][begin:]
     stop = next((i + 1 for i, t in enumerate(wanted) if t in eos), len(wanted))
@@ -142,7 +143,7 @@ def check(
 ) -> PlannedDecoder:
     """Tokens as the reference's, up to the EOS that ends the request; forwards as given."""
     ours = decoder(folder, case, canvas, max_tokens, eos)
-    run_planned(load_model(folder), ours)
+    run_planned(loaded(folder), ours)
     wanted = case["expected"]["tokens"][len(case["inputs"]["prompt"]) :]
     stop = next((i + 1 for i, t in enumerate(wanted) if t in eos), len(wanted))
     assert ours.tokens == wanted[:stop]
@@ -153,7 +154,7 @@ def check(
 def decoder(
     folder: Path, case: dict[str, Any], canvas: Canvas, max_tokens: int, eos: tuple[int, ...]
 ) -> PlannedDecoder:
-    config = load_model(folder).config
+    config = loaded(folder).config
     return canvas_decoder(
         tuple(case["inputs"]["prompt"]),
         max_tokens,

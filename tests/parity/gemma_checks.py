@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from block_checks import loaded, with_config
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -159,8 +160,7 @@ def check_generation(folder: Path, case: dict[str, Any]) -> None:
     inputs, expected = case["inputs"], case["expected"]
     tensors, name = load_file(folder / "logits.safetensors"), case["name"]
     eos = inputs["eos_token_id"]
-    model = load_model(folder)
-    model.config = replace(model.config, eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,))
+    model = with_config(loaded(folder), eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,))
     rows = inputs.get("prompts") or [inputs["prompt"]]
     requests, plain = [], []
     for row, prompt in enumerate(rows):

@@ -1,5 +1,6 @@
 """The plain loops against the engine, and against forwards without a cache: same tokens, same counts."""
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 
@@ -134,6 +135,7 @@ def test_branches_of_one_length_are_the_dual_cache(model: Decoder) -> None:
     assert alone == dual
 
 
+@functools.cache
 def tiny(name: str) -> Decoder:
     return random_model(SHAPES[name], device=torch.device("cpu"), dtype=torch.float64, std=0.2)
 

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from block_checks import before, with_config
+from block_checks import before, loaded, with_config
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mbd_core.checkpoint.loading import load_model
 from mbd_core.decoding.blocks.config import T2T, DecodingConfig
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.decoding.blocks.sampling import Draw, Vocab
@@ -131,7 +130,7 @@ def request_of(folder: Path, case: dict[str, Any]) -> tuple[Decoder, Request]:
     inputs, family = case["inputs"], case["name"].split("_")[0]
     size, length = inputs.get("block_length") or inputs["block_size"], len(inputs["prompt"])
     stop = inputs.get("eos_id") or inputs.get("stop_token") or (inputs.get("stopping_criteria_idx") or [None])[0]
-    model = with_config(load_model(folder / case["checkpoint"]), block_size=size)
+    model = with_config(loaded(folder / case["checkpoint"]), block_size=size)
     if stop is not None:
         model = with_config(model, eos_token_ids=(stop,))
     if family == "fast":  # whole blocks, and one token
