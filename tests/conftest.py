@@ -1,6 +1,7 @@
 """What the tests share: one Ray cluster a session, Serve on it, a random tiny model, the folder of golden fixtures."""
 
 import functools
+import gc
 import itertools
 import os
 import shutil
@@ -95,6 +96,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return room if room in ONE_BY_ONE else file
 
     return ByFileOrRoom(config, log)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collecting makes a million objects that stay; each search for garbage among them would take half a second."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
