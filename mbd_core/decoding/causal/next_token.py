@@ -69,7 +69,7 @@ class TokenDecoder(PrefixDecoder):
     def plan(self) -> CanvasPlan:
         if self._may_begin and not self._is_held and not self._block:
             self._begin_draft()  # a draft without masks is verified at once
-        row = self._row()
+        self._planned_row = row = self._row()
         return CanvasPlan([], [row, *(ahead for ahead in self._rows_ahead(row) if ahead is not None)])
 
     def _row(self) -> Query:
@@ -94,7 +94,7 @@ class TokenDecoder(PrefixDecoder):
             return self._opened(logits[0], [start + offset for offset in self._open], lambda _: self._all, forward=0)
         tokens = self._all if kind == "plain" else [*self._all[:start], *self._block]
         behind = [*range(start + 1, len(tokens) + 1)]
-        for row in self._rows_ahead(self._row()):
+        for row in self._rows_ahead(self._planned_row):
             behind += [] if row is None else (row.logits_at - row.gap).tolist()
         logits_PV = torch.cat(logits)
         guide = self._guide
@@ -123,7 +123,7 @@ class TokenDecoder(PrefixDecoder):
             mask_ratio = len(self._open) / self._row_length
             self._fill(guesses)
             return self._update(start, 0, mask_ratio)
-        row, drafted = self._row(), [] if kind == "plain" else self._block[1:]
+        row, drafted = self._planned_row, [] if kind == "plain" else self._block[1:]
         ahead, length = self._rows_ahead(row), row.stop - row.start
         confirmed = self._verify(*guessed(guesses.select(slice(0, length))), drafted=drafted)
         if ahead and not self.done:

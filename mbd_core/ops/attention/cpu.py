@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mbd_core.ops.attention.definition import BoundAttention, RowLayout, attend, bind_rows, gather_keys
+from mbd_core.ops.attention.definition import BoundAttention, RowLayout, attend, bind_rows, gather_keys, wide_dtype
 
 # The blocks of a prompt chunk see more and more keys; a call with more queries than this would mostly compute masked
 # pairs.
@@ -242,7 +242,7 @@ def _attend_bundle(q_GQHC: Tensor, k_pages: Tensor, v_pages: Tensor, bundle: Bun
         if out_QHC is not None:
             return out_QHC[None]
     k_GKLC, v_GKLC = bundle.keys(k_pages, v_pages)
-    return attend(q_GQHC, k_GKLC, v_GKLC, bundle.mask(q_GQHC.dtype))
+    return attend(q_GQHC, k_GKLC, v_GKLC, bundle.mask(wide_dtype(q_GQHC)))
 
 
 def _viewed_keys(bundle: Bundle, k_pages: Tensor, v_pages: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:

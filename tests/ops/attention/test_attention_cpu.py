@@ -115,6 +115,14 @@ def test_exact_rows_have_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
         assert torch.equal(attend(q[part], k, v, alone), together[part])
 
 
+def test_bfloat16_is_attended_in_float32_and_rounded_once() -> None:
+    spec = [(70, [1]), (333, [16, 16]), (700, [5, 16])]
+    q, k, v, layout = sequences(spec, page_size=16, seed=5, dtype=torch.bfloat16)
+    for exact in (False, True):
+        wide = attend(q.float(), k.float(), v.float(), replace(layout, exact=exact))
+        assert torch.equal(attend(q, k, v, replace(layout, exact=exact)), wide.bfloat16())
+
+
 def in_place(layout: RowLayout) -> RowLayout:
     """The same layout of one sequence whose pages are consecutive."""
     width = layout.page_table_RP.shape[1]
