@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from benchmarks.load.endpoints import Asking, measure, own_sides, url_sides
-from benchmarks.load.stream_client import RequestSeconds, StreamRoute
+from benchmarks.load.stream_client import Prompt, RequestSeconds, StreamRoute
 from jobs.command_line import JsonFile, MaxTokens, Seed
+from mbd_core.batch.tool_chats import ToolChat
 from mbd_core.command_line import Changes, CommandText, command
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.tasks.benchmarks import TASKS, find_task
+from mbd_core.evaluation.tasks.kinds.function_calls import FREE, NAME
 from mbd_core.evaluation.tasks.problems import load_problems
 from mbd_core.fields import CLUSTER, DATA, DECODING, ENGINE, LOAD, MODEL, OUTPUT, Flag, Ge, Gt, load
 from mbd_core.files import check_new_file, file_beside, write_json
@@ -107,7 +109,7 @@ def run(
     asking = Asking(model=model, route=route, max_tokens=max_tokens, extra=extra, seconds=request_seconds)
     own_options = {**engine, "threads": threads, "replicas": replicas or None}
     _check_options(url, asking, [name for name, value in own_options.items() if value is not None])
-    prompts = _prompts(task, data, seed, count=warm_up + repeats * sum(counts))
+    prompts = prompts_of(task, route, data, seed, count=warm_up + repeats * sum(counts))
     load_before = os.getloadavg()[0]
     with ExitStack() as stack:
         if url:
@@ -164,12 +166,19 @@ def _check_options(urls: Sequence[str], asking: Asking, own_options: Sequence[st
         )
 
 
-def _prompts(task: str, data: str | None, seed: int, *, count: int) -> list[str]:
+def prompts_of(name: str, route: StreamRoute, data: str | None, seed: int, *, count: int) -> list[Prompt]:
     """Different prompts: in a prefix cache they share only the pages of the chat's beginning."""
-    problems = load_problems(find_task(task), seed=seed, limit=count, data=data).problems
+    task = find_task(name)
+    if name.startswith(f"{FREE}:"):
+        raise ValueError(f"--task {name} decodes calls without a grammar, which no endpoint does: take {NAME}:")
+    if task.asks_calls and route == "completions":
+        raise ValueError(f"--task {name} asks chats with functions: take --route chat/completions")
+    problems = load_problems(task, seed=seed, limit=count, data=data).problems
     if len(problems) < count:
-        raise ValueError(f"{data} holds {len(problems)} prompts and {count} are sent; lower --requests or --repeats")
-    return [problem.prompt for problem in problems]
+        raise ValueError(
+            f"{data or name} holds {len(problems)} prompts and {count} are sent; lower --requests or --repeats"
+        )
+    return [(task.asks_calls and ToolChat.of_input(problem.prompt)) or problem.prompt for problem in problems]
 
 
 main = command(run, "python -m benchmarks serve")

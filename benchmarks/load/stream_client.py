@@ -9,9 +9,11 @@ from typing import Annotated, Any, Literal
 import aiohttp
 
 from benchmarks.load.loads import Arrival, RequestRecord, proportional_shares
+from mbd_core.batch.tool_chats import ToolChat
 from mbd_core.fields import LOAD, Flag, Ge
 
 StreamRoute = Literal["chat/completions", "completions"]
+Prompt = str | ToolChat
 RequestSeconds = Annotated[float, Ge(0.1), Flag("Time limit of a request.", LOAD)]
 LINE_BYTES = 2**24  # the longest event that is read
 TOGETHER_SECONDS = 1e-3  # events that follow each other within it came together: a block's, an event a token
@@ -29,10 +31,12 @@ class Target:
     max_tokens: int = 64
     extra: Mapping[str, Any] = field(default_factory=dict)
 
-    def body(self, prompt: str, *, stream: bool) -> dict[str, Any]:
+    def body(self, prompt: Prompt, *, stream: bool) -> dict[str, Any]:
         """The request's JSON object; a stream says at its end how many tokens it had."""
         body: dict[str, Any] = {"model": self.model, "max_tokens": self.max_tokens, **self.extra}
-        if self.route == "completions":
+        if isinstance(prompt, ToolChat):
+            body |= {"messages": prompt.messages, "tools": prompt.tools}
+        elif self.route == "completions":
             body["prompt"] = prompt
         else:
             body["messages"] = [{"role": "user", "content": prompt}]
@@ -57,7 +61,7 @@ def open_session(*, seconds: float, api_key: str | None = None) -> aiohttp.Clien
     )
 
 
-async def record_stream(session: aiohttp.ClientSession, target: Target, prompt: str, due: float) -> RequestRecord:
+async def record_stream(session: aiohttp.ClientSession, target: Target, prompt: Prompt, due: float) -> RequestRecord:
     """Send one streamed request and record it. Raises `NoUsage`; every other failure is in the record."""
     times: list[float] = []
     weights: list[int] = []
@@ -136,6 +140,8 @@ def _content(chunk: Mapping[str, Any]) -> tuple[str, int]:
     for choice in chunk.get("choices") or ():
         delta = choice.get("delta") or {}
         text += choice.get("text") or "".join(delta.get(name) or "" for name in TEXT_FIELDS)
+        functions = [call.get("function") or {} for call in delta.get("tool_calls") or ()]
+        text += "".join(function.get(name) or "" for function in functions for name in ("name", "arguments"))
         logprobs = choice.get("logprobs") or {}
         num_logprobs += len(logprobs.get("content") or logprobs.get("tokens") or ())
     return text, num_logprobs
