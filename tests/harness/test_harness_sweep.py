@@ -160,6 +160,21 @@ def test_a_sweep_has_the_numbers_of_the_harness_s_own_run(folder: Path, tmp_path
     assert row["num_tokens"] == sum(text.measures()["tokens"] for text in texts)
 
 
+def test_a_task_that_counts_sentences_without_nltk_s_rules_is_refused_before_it_is_asked(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("langdetect", reason="IFEval's grader needs it")
+    monkeypatch.setattr(pytest.importorskip("nltk").data, "path", [])
+    kwargs = {"relation": "less than", "num_sentences": 3}
+    row = {"key": 0, "prompt": "Say 0", "instruction_id_list": ["length_constraints:number_sentences"]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps({**row, "kwargs": [kwargs]}) + "\n")
+    text = (folder / "tasks" / "local_ifeval.yaml").read_text().replace("local_ifeval", "of_sentences")
+    text = text.replace(str(folder / "ifeval.jsonl"), str(tmp_path / "rows.jsonl"))
+    (tmp_path / "of_sentences.yaml").write_text(text)
+    with pytest.raises(ValueError, match=r"nltk\.downloader punkt_tab"):
+        load_inputs(options(tmp_path, "of_sentences", form="turn", include_path=str(tmp_path)))
+
+
 @pytest.mark.parametrize(
     ("task", "form"),
     [

@@ -41,6 +41,7 @@ def harness_objects(name: str, include: str | None) -> dict[str, Any]:
         ) from None
     for task in objects["tasks"].values():
         _check_names(name, task)
+        _check_sentences(name, task)
     return dict(objects)
 
 
@@ -58,6 +59,26 @@ def _check_names(name: str, task: Any) -> None:
             f"task '{HARNESS_PREFIX}{name}' names {unknown[0]}, which neither lm-evaluation-harness nor the package "
             "evaluate has; mend metric_list in the task's file"
         )
+
+
+def _check_sentences(name: str, task: Any) -> None:
+    """Raise `ValueError` for a document of IFEval that asks for sentences or words where nltk's rules for them are
+    missing. The harness downloads them when it loads the task; without a network it goes on, and fails while it
+    grades."""
+    process = task.config.process_results
+    if "ifeval" not in getattr(process, "__module__", ""):
+        return
+    try:
+        for doc in task.eval_docs:
+            process(doc, ["A sentence. Another one."])
+    except LookupError as error:
+        if "nltk.download" not in str(error):
+            raise
+        raise ValueError(
+            f"task '{HARNESS_PREFIX}{name}' counts sentences by punkt_tab of nltk, which could not be downloaded: run "
+            "`python -m nltk.downloader punkt_tab` where there is a network, and copy nltk_data/tokenizers/punkt_tab "
+            "into the home folder here"
+        ) from None
 
 
 @functools.lru_cache(maxsize=4)
