@@ -26,6 +26,10 @@ COMMANDS = {
     "context": ("benchmarks.context.commands:context", "long prompts: storing, host work by depth, gaps in streams"),
     "turns": ("benchmarks.context.commands:turns", "a conversation's next turn beside a cold start"),
     "affinity": ("benchmarks.context.commands:affinity", "turns over replicas: prefixes found, by who routes them"),
+    "agent": (
+        "benchmarks.load.agent",
+        "an agent's session of fifty turns: prefixes found, and the time to first tokens",
+    ),
     "replay": ("benchmarks.replay:replay", "what a learner pays for a rollout, and how far it is from the engine"),
     "rounding": ("benchmarks.commands:rounding", "the error of a model's logits with FP8 or int8 weights"),
     "remote": ("benchmarks.remote_weights:remote", "weights at a URL: downloaded and loaded, or read by range"),

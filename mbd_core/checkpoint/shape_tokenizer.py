@@ -7,7 +7,7 @@ id is one word.
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from mbd_core.models.model_config import NO_MASK, ModelConfig
 from mbd_core.tasks.generated import GENERATED_TASKS
 from mbd_core.tasks.tiny_tokenizer import ASSISTANT, EOS, MASK, USER, train_tokenizer
 
-LEARNED = 512  # ids of the tokenizer that learns bytes and merges
+LEARNED, LEARNED_FROM_LESSONS = 512, 8192  # ids of the tokenizer that learns bytes and merges
 LESSONS = {"gsm-mini": 200, "code-mini": 200}  # the number of problems of each task from which it learns
 NEVER_IN_TEXT = {chr(byte) for byte in (0xC0, 0xC1, *range(0xF5, 0x100))}
 """The byte tokens that no UTF-8 text has."""
@@ -117,13 +117,19 @@ def writes_text(config: ModelConfig) -> bool:
     return config.vocab_size >= 256 - len(NEVER_IN_TEXT) + len(CHAT_TOKENS[config.architecture].ids)
 
 
-def shape_tokenizer(config: ModelConfig) -> PreTrainedTokenizerFast:
-    """The tokenizer, with the model's mask and EOS ids. Raises `ValueError` if the vocabulary is too small to write
-    text."""
+def shape_tokenizer(config: ModelConfig, *, lessons: Iterable[str] | None = None) -> PreTrainedTokenizerFast:
+    """The tokenizer, with the model's mask and EOS ids; it learns merges from `lessons`, by default generated tasks.
+
+    Raises `ValueError` if the vocabulary is too small to write text.
+    """
     if not writes_text(config):
         raise ValueError(f"a vocabulary of {config.vocab_size} tokens is too small to write text; give another shape")
     chat, special = CHAT_TOKENS[config.architecture], special_ids(config)
-    data: dict[str, Any] = json.loads(train_tokenizer(_lessons(), vocab_size=LEARNED).backend_tokenizer.to_str())
+    if lessons is None:
+        learned = train_tokenizer(_own_lessons(), vocab_size=LEARNED)
+    else:
+        learned = train_tokenizer(lessons, vocab_size=LEARNED_FROM_LESSONS, min_frequency=2)
+    data: dict[str, Any] = json.loads(learned.backend_tokenizer.to_str())
     model, special_names = data["model"], {number: name for name, number in special.items()}
     learned_tokens = sorted(model["vocab"].keys() - {MASK, EOS, USER, ASSISTANT}, key=model["vocab"].__getitem__)
     learned_tokens.sort(key=lambda token: token in NEVER_IN_TEXT)  # last, where they may find no room
@@ -162,7 +168,7 @@ def special_ids(config: ModelConfig) -> dict[str, int]:
     return ids
 
 
-def _lessons() -> Iterator[str]:
+def _own_lessons() -> Iterator[str]:
     """Questions and answers of the generated tasks."""
     for name, number in LESSONS.items():
         task = GENERATED_TASKS[name]

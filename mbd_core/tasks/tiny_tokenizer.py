@@ -20,8 +20,9 @@ CHAT_TEMPLATE = (
 )
 
 
-def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFast:
-    """Learn the merges from `texts`; returns a Hugging Face tokenizer with mask, EOS and chat template."""
+def train_tokenizer(texts: Iterable[str], *, vocab_size: int, min_frequency: int = 20) -> PreTrainedTokenizerFast:
+    """Learn the merges of at least `min_frequency` pairs from `texts`; returns a Hugging Face tokenizer with mask, EOS
+    and chat template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -32,7 +33,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedToken
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        min_frequency=20,
+        min_frequency=min_frequency,
         special_tokens=[MASK, EOS, USER, ASSISTANT],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,

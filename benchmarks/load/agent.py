@@ -1,0 +1,260 @@
+"""The turns of an agent's session: what is found of the prompt, the time to the first tokens, and where it goes."""
+
+from __future__ import annotations
+
+import asyncio
+import json as json_module
+import logging
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from tqdm import tqdm
+
+from benchmarks.commands import BenchmarkOptions
+from benchmarks.load.agent_session import CLIENT_SECONDS, SESSIONS, Session, agent_tools, all_tools, result_text
+from benchmarks.load.endpoints import own_endpoint
+from benchmarks.measuring import interleaved, markdown
+from mbd_core.command_line import CommandText, Fields, command
+from mbd_core.fields import DATA, MODEL, Flag, Ge
+from mbd_core.models.shapes import SHAPES
+
+if TYPE_CHECKING:
+    from mbd_core.serving.server.engine_service import EngineService
+    from mbd_core.serving.server.model_route import ModelRoute
+
+TURNS = {
+    "turn": "turn",
+    "prompt": "prompt tokens",
+    "new": "not found",
+    "first_seconds": "TTFT (s)|.2f",
+    "seconds": "answer (s)|.2f",
+}
+SHOWN = (1, 2, 3, 5, 10, 20, 30, 40)
+PARTS = {
+    "parse": "the body parsed",
+    "tokenise": "templated and tokenised",
+    "grammar": "grammar, at the gateway and at the engine",
+    "route": "pages hashed at the gateway",
+    "schedule": "the scheduler: pages hashed, found, taken",
+    "steps": "the engine's other work, which is its forwards",
+}
+REPEATS = BenchmarkOptions(repeats=5)
+
+
+def run(
+    command_line: CommandText,
+    *,
+    model: Annotated[str, Flag(f"A shape, with random weights: {', '.join(SHAPES)}.", MODEL)] = "sdar-50m",
+    route: Annotated[Literal["messages", "chat"], Flag("Whose client asks: Anthropic's or OpenAI's.", MODEL)] = (
+        "messages"
+    ),
+    tool_characters: Annotated[int, Ge(1), Flag("Characters of all tools.", DATA)] = 100_000,
+    turns: Annotated[int, Ge(3), Flag("Turns of the session.", DATA)] = 50,
+    asked: Annotated[
+        tuple[Annotated[int, Ge(1)], ...],
+        Flag("Turns that are asked; the answers of the others are made up (default: all).", DATA, commas=True),
+    ] = (),
+    result_characters: Annotated[int, Ge(16), Flag("Characters of a call's result, a turn's new text.", DATA)] = 300,
+    answer_tokens: Annotated[int, Ge(32), Flag("Tokens of an answer, at most.", DATA)] = 128,
+    measuring: Annotated[BenchmarkOptions, Fields("repeats", "threads", "json")] = REPEATS,
+) -> None:
+    """An agent's session: every turn sends all tools and all messages, the answer is a call, and the next turn has its
+    result.
+
+    The official client asks our endpoint over HTTP. Then turn 2 and the last turn are asked again, in turn, with other
+    results, so that their times compare. Last, both are taken apart in this process: the gateway's work, the
+    scheduler's, and the forwards. The shape's positions are raised to what the session needs, and its tokenizer has
+    learned the words of the tools.
+    """
+    import torch
+
+    from mbd_core.checkpoint.saving import save_random
+    from mbd_core.checkpoint.shape_tokenizer import shape_tokenizer
+
+    measuring.begin()
+    if model not in SHAPES:
+        raise ValueError(f"--model {model} must be one of {', '.join(SHAPES)}")
+    tools = agent_tools(tool_characters)
+    tokenizer = shape_tokenizer(SHAPES[model], lessons=[json_module.dumps(tool) for tool in all_tools()])
+    size = SHAPES[model].block_size
+    text = json_module.dumps(tools) + result_text(0, result_characters) * turns
+    length = (len(tokenizer(text)["input_ids"]) * 5 // 4 + turns * answer_tokens * 2) // size * size
+    config = replace(SHAPES[model], max_positions=length)
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-agent-")))
+        save_random(config, scratch / model, tokenizer=tokenizer, dtype=torch.bfloat16)
+        threads = measuring.threads or 1
+        options = ["--model", str(scratch / model), "--threads", str(threads), "--max-rows", "2"]
+        options += ["--num-pages", str(2 * length // size), "--request-seconds", str(CLIENT_SECONDS)]
+        with own_endpoint(options, log=scratch / "serve.log") as endpoint:
+            session = SESSIONS[route](endpoint.url, model, tools, answer_tokens=answer_tokens)
+            rows: list[dict[str, Any]] = []
+            for number in tqdm(range(1, turns + 1), unit="turn", desc="turns"):
+                result = result_text(number, result_characters)
+                if asked and number not in asked:
+                    session.made_up_turn(number, result)
+                else:
+                    rows.append({"turn": number, **asdict(session.turn(result))})
+            shown = [row for row in rows if row["turn"] in (*SHOWN, *asked, turns)]
+            print(f"{model}, /v1/{route}, {len(tools)} tools of {tool_characters} characters\n")
+            print(markdown(shown, TURNS) + "\n")
+            compared = [2, turns]
+            again = _asked_again(session, compared, characters=result_characters, repeats=measuring.repeats)
+            print(markdown(again, {**TURNS, "over_first": "TTFT / turn 2's|.2f"}) + "\n")
+        torch.set_num_threads(threads)
+        bodies = bodies_of(session, compared, characters=result_characters, repeats=measuring.repeats)
+        inside = asyncio.run(inside_rows(scratch / model, route, bodies, num_pages=2 * length // size))
+        for row in inside:
+            row["part"] = PARTS[row["part"]]
+        columns = {str(number): f"turn {number} (ms)|.1f" for number in compared}
+        print(markdown(inside, {"part": "part of the TTFT", **columns, "share": f"of turn {turns}'s|.1%"}))
+    measuring.write(command_line, {"torch": torch.__version__}, turns=rows, again=again, inside=inside)
+
+
+def _asked_again(session: Session, turns: Sequence[int], *, characters: int, repeats: int) -> list[dict[str, Any]]:
+    """The medians of turns that are asked in turn, each time with another result."""
+    counts = dict.fromkeys(turns, 0)
+
+    def again(turn: int) -> dict[str, Any]:
+        counts[turn] += 1
+        return asdict(session.again(turn, result_text(f"again {turn} {counts[turn]}", characters)))
+
+    runs = interleaved({str(turn): partial(again, turn) for turn in turns}, repeats=repeats)
+    rows = [
+        {
+            "turn": turn,
+            **{name: statistics.median(run[name] for run in runs[str(turn)]) for name in runs[str(turn)][0]},
+        }
+        for turn in turns
+    ]
+    for row in rows:
+        row["over_first"] = row["first_seconds"] / rows[0]["first_seconds"]
+    return rows
+
+
+# -- the parts, in this process -----------------------------------------------------------------------------------
+
+
+def bodies_of(session: Session, turns: Sequence[int], *, characters: int, repeats: int) -> dict[int, list[bytes]]:
+    """Bodies of each turn, with other results; one more than the repetitions."""
+    return {
+        turn: [
+            json_module.dumps(
+                session.body(session.messages_of(turn, result_text(f"inside {turn} {number}", characters)))
+            ).encode()
+            for number in range(repeats + 1)
+        ]
+        for turn in turns
+    }
+
+
+async def inside_rows(
+    folder: Path, kind: str, bodies: dict[int, list[bytes]], *, num_pages: int
+) -> list[dict[str, Any]]:
+    """The seconds of each part until a turn's first tokens, as medians, and its share of the last turn's.
+
+    The first bodies store the prompts. `kind` is the route.
+    """
+    from mbd_core.engine.config import EngineConfig
+    from mbd_core.serving.server.engine_service import EngineService
+    from mbd_core.serving.tokens.endpoint_args import EndpointArgs
+
+    args = EndpointArgs(model=str(folder), engine=EngineConfig(max_rows=2, num_pages=num_pages)).checked()
+    service = EngineService(args)
+    try:
+        return await _rows(service, kind, bodies)
+    finally:
+        await service.stop()
+
+
+async def _rows(service: EngineService, kind: str, bodies: dict[int, list[bytes]]) -> list[dict[str, Any]]:
+    from mbd_core.serving.server.model_route import ModelRoute
+
+    route = ModelRoute(service.served_model(), logging.getLogger(__name__))
+    for turn in sorted(bodies, reverse=True):  # the longest first: it stores the beginning of the others
+        await _parts(route, service, kind, bodies[turn][0])
+    runs: dict[int, list[dict[str, float]]] = {turn: [] for turn in bodies}
+    for number in range(1, len(next(iter(bodies.values())))):
+        for turn, of_turn in bodies.items():
+            runs[turn].append(await _parts(route, service, kind, of_turn[number]))
+    route.stop()
+    medians = {
+        turn: {part: statistics.median(run[part] for run in of_turn) for part in PARTS}
+        for turn, of_turn in runs.items()
+    }
+    *_, last = medians
+    total = sum(medians[last].values())
+    return [
+        {"part": part, **{str(turn): medians[turn][part] for turn in medians}, "share": medians[last][part] / total}
+        for part in PARTS
+    ]
+
+
+async def _parts(route: ModelRoute, service: EngineService, kind: str, body: bytes) -> dict[str, float]:
+    """The seconds of each part until the first tokens of a request; the request is then ended."""
+    from mbd_core.serving.api.messages import MessagesRequest
+    from mbd_core.serving.api.parsing import parse
+    from mbd_core.serving.api.requests import ChatRequest
+    from mbd_core.serving.tokens.prefix_affinity import leading_pages
+
+    watch, engine = Stopwatch(), service.loaded.engine
+    with watch.part("parse"):
+        chat = parse(MessagesRequest, body).chat if kind == "messages" else parse(ChatRequest, body)
+    with watch.part("tokenise"):
+        [request] = route.tokenized(route.with_defaults(chat), seed=0).requests
+    with watch.part("grammar"):
+        await route.check_grammar(chat, [request])
+        admitted = replace(engine.admission.check(request), guide=engine.compile(request))
+    with watch.part("route"):
+        leading_pages(request, page_size=engine.page_size)
+    scheduler = engine.scheduler
+    names = ("add", "admit", "grow", "prefill", "publish_chunks", "commit")
+    plain = {name: getattr(scheduler, name) for name in names}
+    for name, method in plain.items():
+        setattr(scheduler, name, watch.watched("schedule", method))
+    try:
+        with watch.part("steps"):
+            engine.add_admitted(admitted)
+            while not any(step.piece.tokens for step in engine.step()):
+                pass
+    finally:
+        for name in names:
+            delattr(scheduler, name)
+    engine.abort(request.request_id)
+    watch.seconds["steps"] -= watch.seconds["schedule"]
+    return watch.seconds
+
+
+class Stopwatch:
+    """Seconds by part."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Count the block's seconds."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - start
+
+    def watched(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call`, whose seconds are counted."""
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            with self.part(name):
+                return call(*args, **kwargs)
+
+        return watched
+
+
+main = command(run, "python -m benchmarks agent")
