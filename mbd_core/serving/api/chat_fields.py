@@ -33,6 +33,8 @@ class Function(Strict):
     """a JSON schema with `"type": "object"`; left out for a function without parameters"""
     strict: bool | None = None
     """always honoured: arguments that do not fit the schema are not given"""
+    response: dict[str, Any] | None = None
+    """a JSON schema of what the function returns; shown to the model by templates that show it"""
     cache_control: Annotated[Any, Ignored()] = None
     defer_loading: Annotated[bool | None, Ignored()] = None
 
@@ -121,6 +123,7 @@ class ToolFields(Strict):
                     "name": tool.function.name,
                     **({} if tool.function.description is None else {"description": tool.function.description}),
                     "parameters": tool.function.schema_of_arguments,
+                    **({} if tool.function.response is None else {"response": tool.function.response}),
                 },
             }
             for tool in self.tools or ()

@@ -26,11 +26,14 @@ WITH_ANSWERS = (
 """Categories whose questions have right calls."""
 RELEVANCE = {"irrelevance": False, "live_irrelevance": False, "live_relevance": True}
 """Categories where a call is right, or no call is."""
+BY_RUNNER = "let the package's own runner ask the endpoint of mbd serve"
 ELSEWHERE = {
-    **dict.fromkeys(("simple_java", "simple_javascript"), "its values are literals of Java or JavaScript"),
+    **dict.fromkeys(
+        ("simple_java", "simple_javascript"), f"its values are literals of Java or JavaScript: {BY_RUNNER}"
+    ),
     **dict.fromkeys(
         ("multi_turn_base", "multi_turn_long_context", "multi_turn_miss_func", "multi_turn_miss_param"),
-        "its functions run between turns: let the package's own runner ask the endpoint of mbd serve",
+        f"its functions run between turns: {BY_RUNNER}",
     ),
 }
 JSON_TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}
