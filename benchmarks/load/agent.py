@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from tqdm import tqdm
 
 from benchmarks.commands import BenchmarkOptions
-from benchmarks.load.agent_session import CLIENT_SECONDS, SESSIONS, Session, agent_tools, all_tools, result_text
+from benchmarks.load.agent_session import CLIENT_SECONDS, SESSIONS, AgentSession, agent_tools, all_tools, result_text
 from benchmarks.load.endpoints import own_endpoint
 from benchmarks.measuring import interleaved, markdown
 from mbd_core.command_line import CommandText, Fields, command
@@ -118,7 +118,9 @@ def run(
     measuring.write(command_line, {"torch": torch.__version__}, turns=rows, again=again, inside=inside)
 
 
-def _asked_again(session: Session, turns: Sequence[int], *, characters: int, repeats: int) -> list[dict[str, Any]]:
+def _asked_again(
+    session: AgentSession, turns: Sequence[int], *, characters: int, repeats: int
+) -> list[dict[str, Any]]:
     """The medians of turns that are asked in turn, each time with another result."""
     counts = dict.fromkeys(turns, 0)
 
@@ -142,7 +144,7 @@ def _asked_again(session: Session, turns: Sequence[int], *, characters: int, rep
 # -- the parts, in this process -----------------------------------------------------------------------------------
 
 
-def bodies_of(session: Session, turns: Sequence[int], *, characters: int, repeats: int) -> dict[int, list[bytes]]:
+def bodies_of(session: AgentSession, turns: Sequence[int], *, characters: int, repeats: int) -> dict[int, list[bytes]]:
     """Bodies of each turn, with other results; one more than the repetitions."""
     return {
         turn: [

@@ -82,7 +82,7 @@ class AskedTurn:
     seconds: float
 
 
-class Session(ABC):
+class AgentSession(ABC):
     """A session at a route: the client sends all messages and all tools with every turn, and keeps the answers."""
 
     route: ClassVar[str]
@@ -142,7 +142,7 @@ class Session(ABC):
         """The measures of a streamed answer, and the answer as a message."""
 
 
-class MessagesSession(Session):
+class MessagesSession(AgentSession):
     """By the package anthropic."""
 
     route = "messages"
@@ -190,7 +190,7 @@ class MessagesSession(Session):
         return asked, {"role": "assistant", "content": [block.to_dict() for block in answer.content]}
 
 
-class ChatSession(Session):
+class ChatSession(AgentSession):
     """By the package openai."""
 
     route = "chat"
@@ -238,7 +238,7 @@ class ChatSession(Session):
         return asked, {"role": "assistant", "content": None, "tool_calls": calls}
 
 
-SESSIONS: dict[str, type[Session]] = {kind.route: kind for kind in (MessagesSession, ChatSession)}
+SESSIONS: dict[str, type[AgentSession]] = {kind.route: kind for kind in (MessagesSession, ChatSession)}
 
 
 def _chat_tool(tool: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from tqdm import tqdm
 
-from benchmarks.load.stream_client import Prompt, StreamRoute, Target, open_session, record_stream, served_models
+from benchmarks.load.stream_client import AskedPrompt, StreamRoute, Target, open_session, record_stream, served_models
 from mbd_core.batch.tool_chats import ToolChat
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.decoding.blocks.request import Request
@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS, STOP_SECONDS = 300.0, 120.0
 MAX_POSITIONS = 4096  # of a model with random weights: short requests need no more, and a CPU's KV memory stays small
 ENGINE_ALONE = "engine alone"
-Side = Callable[["Load", Sequence[Prompt]], "LoadRun"]
+Side = Callable[["Load", Sequence[AskedPrompt]], "LoadRun"]
 """Sends a load of prompts to one target and waits for its end."""
 
 
@@ -77,7 +77,7 @@ def http_side(target: Target, *, seconds: float) -> Side:
     """A target behind HTTP; each load has connections of its own."""
     from benchmarks.load.loads import send_load
 
-    async def send_all(load: Load, prompts: Sequence[Prompt]) -> LoadRun:
+    async def send_all(load: Load, prompts: Sequence[AskedPrompt]) -> LoadRun:
         async with open_session(seconds=seconds, api_key=os.environ.get("OPENAI_API_KEY")) as session:
 
             async def send_one(number: int, due: float) -> RequestRecord:
@@ -95,7 +95,7 @@ def engine_side(loaded: LoadedModel, asking: Asking) -> Side:
 
     decoding = loaded.decoding(asking.extra_of(0).get("decoding", {}))
 
-    def send(load: Load, prompts: Sequence[Prompt]) -> LoadRun:
+    def send(load: Load, prompts: Sequence[AskedPrompt]) -> LoadRun:
         ids = question_prompt if asking.route == "chat/completions" else plain_prompt
         requests = []
         for number, asked in enumerate(prompts):
@@ -224,7 +224,7 @@ def measure(
     sides: Mapping[str, Side],
     loads: Sequence[Load],
     counts: Sequence[int],
-    prompts: Sequence[Prompt],
+    prompts: Sequence[AskedPrompt],
     *,
     warm_up: int,
     repeats: int,

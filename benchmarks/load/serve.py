@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from benchmarks.load.endpoints import Asking, measure, own_sides, url_sides
-from benchmarks.load.stream_client import Prompt, RequestSeconds, StreamRoute
+from benchmarks.load.stream_client import AskedPrompt, RequestSeconds, StreamRoute
 from jobs.command_line import JsonFile, MaxTokens, Seed
 from mbd_core.batch.tool_chats import ToolChat
 from mbd_core.command_line import Changes, CommandText, command
@@ -166,7 +166,7 @@ def _check_options(urls: Sequence[str], asking: Asking, own_options: Sequence[st
         )
 
 
-def prompts_of(name: str, route: StreamRoute, data: str | None, seed: int, *, count: int) -> list[Prompt]:
+def prompts_of(name: str, route: StreamRoute, data: str | None, seed: int, *, count: int) -> list[AskedPrompt]:
     """Different prompts: in a prefix cache they share only the pages of the chat's beginning."""
     task = find_task(name)
     if name.startswith(f"{FREE}:"):

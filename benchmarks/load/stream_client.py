@@ -13,7 +13,7 @@ from mbd_core.batch.tool_chats import ToolChat
 from mbd_core.fields import LOAD, Flag, Ge
 
 StreamRoute = Literal["chat/completions", "completions"]
-Prompt = str | ToolChat
+AskedPrompt = str | ToolChat
 RequestSeconds = Annotated[float, Ge(0.1), Flag("Time limit of a request.", LOAD)]
 LINE_BYTES = 2**24  # the longest event that is read
 TOGETHER_SECONDS = 1e-3  # events that follow each other within it came together: a block's, an event a token
@@ -31,7 +31,7 @@ class Target:
     max_tokens: int = 64
     extra: Mapping[str, Any] = field(default_factory=dict)
 
-    def body(self, prompt: Prompt, *, stream: bool) -> dict[str, Any]:
+    def body(self, prompt: AskedPrompt, *, stream: bool) -> dict[str, Any]:
         """The request's JSON object; a stream says at its end how many tokens it had."""
         body: dict[str, Any] = {"model": self.model, "max_tokens": self.max_tokens, **self.extra}
         if isinstance(prompt, ToolChat):
@@ -61,7 +61,9 @@ def open_session(*, seconds: float, api_key: str | None = None) -> aiohttp.Clien
     )
 
 
-async def record_stream(session: aiohttp.ClientSession, target: Target, prompt: Prompt, due: float) -> RequestRecord:
+async def record_stream(
+    session: aiohttp.ClientSession, target: Target, prompt: AskedPrompt, due: float
+) -> RequestRecord:
     """Send one streamed request and record it. Raises `NoUsage`; every other failure is in the record."""
     times: list[float] = []
     weights: list[int] = []

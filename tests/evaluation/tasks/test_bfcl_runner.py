@@ -40,8 +40,9 @@ from bfcl_eval.model_handler.api_inference.openai_completion import OpenAIComple
 class Handler(OpenAICompletionsHandler):
     def generate_with_backoff(self, **asked):
         last = asked["messages"][-1]
-        asked["tool_choice"] = "required" if isinstance(last, dict) and last["role"] == "user" else "none"
-        return super().generate_with_backoff(**asked, max_tokens=64)
+        calls = isinstance(last, dict) and last["role"] == "user"
+        asked |= dict(tool_choice="required", max_tokens=256) if calls else dict(tool_choice="none", max_tokens=16)
+        return super().generate_with_backoff(**asked)
 
 
 model = dict(model_name="{MODEL}", display_name="{MODEL}", url="", org="", license="", model_handler=Handler)

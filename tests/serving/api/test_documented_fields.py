@@ -257,6 +257,12 @@ def test_marks_on_tools_and_calls_change_nothing() -> None:
     assert plain.shown_tools == marked.shown_tools == [tool]
 
 
+def test_what_a_function_returns_is_shown() -> None:
+    function = {"name": "f", "parameters": {"type": "object", "properties": {}}, "response": {"type": "integer"}}
+    tool = {"type": "function", "function": function}
+    assert read(CHAT, {"tools": [tool], "messages": [USER]}).shown_tools == [tool]
+
+
 TO_A = {"tool_call_id": "a"}
 
 
