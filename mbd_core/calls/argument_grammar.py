@@ -63,7 +63,11 @@ class ArgumentGrammar:
         """A value as JSON, under a schema that may refer to its function's shared schemas."""
         shared = {name: self._root[name] for name in MAPS_OF_SHARED if name in self._root}
         whole = (
-            {**shared, **schema} if isinstance(schema, Mapping) else {**shared, "not": {}} if not schema else shared
+            {**shared, **_closed(schema)}
+            if isinstance(schema, Mapping)
+            else {**shared, "not": {}}
+            if not schema
+            else shared
         )
         self.schemas.append((self._function, {"x-guidance": SEPARATORS, **whole}))
         return f"%json @{len(self.schemas) - 1}"
@@ -99,12 +103,9 @@ class ArgumentGrammar:
         return list((schema.get("properties") or {}).items())
 
     def _other(self, schema: Mapping[str, Any]) -> Any | None:
-        """The schema of properties without a name in the schema; `None` if there may be none, or if others are named.
-
-        An object whose properties are named gets no others, as in a form each would be a name of the model's own.
-        """
-        other = schema.get("additionalProperties", True)
-        if other is False or schema.get("maxProperties") == 0 or (other is True and "properties" in schema):
+        """The schema of properties that have no name in it; `None` if there may be none, as in `_closed`."""
+        other = schema.get("additionalProperties", "properties" not in schema)
+        if other is False or schema.get("maxProperties") == 0:
             return None
         return {} if other is True else other
 
@@ -283,6 +284,30 @@ class ArgumentGrammar:
 
 
 ANY = "/(?s:.*)/"
+
+
+def _closed(schema: Any) -> Any:
+    """The schema, in which an object whose properties are named gets no others: each would be a name of the model's
+    own, which no function takes.
+
+    An object that says of further properties itself, or is put together of several schemas, stays as it is.
+    """
+    if not isinstance(schema, Mapping):
+        return schema
+    kept = dict(schema)
+    if "items" in kept:
+        kept["items"] = _closed(kept["items"])
+    if isinstance(kept.get("properties"), Mapping):
+        kept["properties"] = {name: _closed(part) for name, part in kept["properties"].items()}
+        if kept.keys().isdisjoint(OPENING):
+            kept["additionalProperties"] = False
+    return kept
+
+
+OPENING = frozenset(
+    ("additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "$ref")
+)
+"""Keywords beside `properties` by which an object may have more of them."""
 
 
 def _anywhere(pattern: str) -> str:

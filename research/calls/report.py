@@ -27,8 +27,13 @@ KIND, ROWS, TIMES = "judged calls", "rows.jsonl", "times.jsonl"
 GRAMMAR, FREE, NONE_FITS = "bfcl:multiple", "bfcl-free:multiple", "bfcl:irrelevance"
 Arm = tuple[str, str]
 """A model and a method."""
-Step = Literal["is_valid", "is_function", "is_right"]
-STEPS: Mapping[Step, str] = {"is_valid": "valid call", "is_function": "right function", "is_right": "right call"}
+Step = Literal["is_call", "is_valid", "is_function", "is_right"]
+STEPS: Mapping[Step, str] = {
+    "is_call": "a call",
+    "is_valid": "valid call",
+    "is_function": "right function",
+    "is_right": "right call",
+}
 BESIDE_CONTROL: tuple[tuple[str, Step], ...] = (
     (FREE, "is_valid"),
     (FREE, "is_right"),
@@ -41,6 +46,7 @@ BESIDE_CONTROL: tuple[tuple[str, Step], ...] = (
 class JudgedAnswer:
     """An answer to a question, judged in steps.
 
+    is_call      it calls functions
     is_valid     it is one call, of a function that was shown, with a JSON object of the function's parameters
     is_function  it is a valid call of the right function
     is_right     the arguments are right, too; where no function fits, the answer has no call
@@ -50,6 +56,7 @@ class JudgedAnswer:
     method: str
     task: str
     problem: str
+    is_call: bool
     is_valid: bool
     is_function: bool
     is_right: bool
@@ -87,6 +94,7 @@ def judged(row: Mapping[str, Any]) -> JudgedAnswer:
         method=row["method"],
         task=row["task"],
         problem=row["problem_id"],
+        is_call=bool(calls),
         is_valid=is_valid,
         is_function=is_valid and calls[0]["name"] in [name for call in reference["right"] for name in call],
         is_right=row["correct"],
@@ -106,24 +114,21 @@ def _takes(parameters: set[str], text: str) -> bool:
 
 def run(
     *,
-    sweep: Annotated[
-        tuple[Path, ...] | None, Flag("Folders of the sweeps.", DATA, name="--sweep", metavar="DIR,...")
-    ] = None,
+    sweep: Annotated[tuple[Path, ...], Flag("A sweep's folder; repeatable.", DATA, metavar="DIR")] = (),
     out: Annotated[Path | None, Flag("Folder that keeps the judged rows.", OUTPUT, metavar="DIR")] = None,
     overwrite: Annotated[bool, Flag("Replace a folder that this command wrote before.", OUTPUT)] = False,
     report_only: Annotated[
         Path | None, Flag("Judge nothing: the tables of the rows in this folder.", OUTPUT, metavar="DIR")
     ] = None,
 ) -> None:
-    """Judges the calls of a study's sweeps, and prints its tables and verdicts."""
-    if (sweep is None) == (report_only is None):
+    """Judges the calls of a study's sweeps, and prints its tables."""
+    if bool(sweep) == (report_only is not None):
         raise ValueError("name the folders of sweeps (--sweep), or a folder of judged rows (--report-only)")
     if report_only is not None:
         print("\n".join(report(*kept(report_only))))
         return
     if out is not None:
         check_target_folder(out, KIND, overwrite=overwrite)
-    assert sweep is not None
     answers = [judged(row) for folder in sweep for row in read_samples(folder) if row["error"] is None]
     times = [
         TimedAnswer(
@@ -190,7 +195,7 @@ def _arm_lines(arm: Arm, of: Mapping[tuple[Arm, str], Sequence[JudgedAnswer]]) -
         if rows := of.get((arm, task)):
             shares = [f"{100 * sum(getattr(row, step) for row in rows) / len(rows):.1f}" for step in STEPS]
             if task == NONE_FITS:
-                shares[:2] = ["", ""]  # the right answer has no call
+                shares[1:3] = ["", ""]  # the right answer has no call
             tpf = sum(row.tokens for row in rows) / sum(row.forwards for row in rows)
             yield [*arm, grammar, *shares, f"{tpf:.2f}"]
 

@@ -10,7 +10,7 @@ from llguidance.hf import from_tokenizer
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 from mbd_core.calls.form import CallForm
-from mbd_core.calls.forms import FORMS, form_named
+from mbd_core.calls.forms import FORMS, HERMES, PYTHONIC, XML, form_named
 from mbd_core.calls.reader import CallReader
 from mbd_core.calls.rule import CallRule
 from mbd_core.checkpoint.config import load_config
@@ -66,6 +66,7 @@ UNFIT = [
     {"city": "Rome", "code": "A"},
     {"city": "Rome", "where": {"in": {}}},
     {"days": [1]},
+    {"city": "Rome", "town": "Oslo"},
 ]
 
 
@@ -101,6 +102,18 @@ def test_the_grammar_takes_what_a_form_writes_and_nothing_else(
     assert not accepts(tokenizer, rule(must=True), form, form.calls([("other", {})], ids=IDS[:1]))
     for arguments in UNFIT:
         assert not accepts(tokenizer, rule(must=True), form, form.calls([("weather", arguments)], ids=IDS[:1]))
+
+
+@pytest.mark.parametrize("form", [HERMES, XML, PYTHONIC], ids=lambda form: form.name)
+def test_objects_have_further_properties_where_their_schema_says_so(
+    tokenizer: PreTrainedTokenizerFast, form: CallForm
+) -> None:
+    inner = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    for more in ({}, {"additionalProperties": True}):
+        schema = {"type": "object", "properties": {"at": {**inner, **more}}}
+        held = CallRule(functions=(("run", schema),), must=True, several=False)
+        for arguments, fits in (({"at": {"a": 1}}, True), ({"at": {"a": 1, "b": 2}}, bool(more))):
+            assert accepts(tokenizer, held, form, form.calls([("run", arguments)])) is fits
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)

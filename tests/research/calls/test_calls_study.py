@@ -96,8 +96,8 @@ def test_tables_pair_the_same_questions_and_compare_the_times() -> None:
         for task, s in ((FREE, 0.1), (GRAMMAR, 0.11))
     ]
     text = report.report(rows, times)
-    assert "| mbd | multi | yes | 100.0 | 50.0 | 50.0 | 3.00 |" in text
-    assert "| mbd | multi | yes, none fits | | | 100.0 | 3.00 |" in text
+    assert "| mbd | multi | yes | 100.0 | 100.0 | 50.0 | 50.0 | 3.00 |" in text
+    assert "| mbd | multi | yes, none fits | 0.0 | | | 100.0 | 3.00 |" in text
     assert "| right call, with a grammar | control multi | mbd multi | 3 | 0 | 0.250 |" in text
     assert "| right call | mbd multi, with a grammar | mbd multi, free | 3 | 0 | 0.250 |" in text
     assert "| mbd | multi | 10.0 | 11.0 | 1.100 |" in text
