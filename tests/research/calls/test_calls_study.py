@@ -83,7 +83,7 @@ def test_an_answer_is_valid_before_its_function_counts(text: str, is_valid: bool
 
 def test_tables_pair_the_same_questions_and_compare_the_times() -> None:
     def answer(model: str, task: str, problem: int, right: bool) -> JudgedAnswer:
-        values = {"is_valid": True, "is_function": right, "is_right": right}
+        values = {"is_call": task != NONE_FITS, "is_valid": True, "is_function": right, "is_right": right}
         return JudgedAnswer(
             model=model, method="multi", task=task, problem=str(problem), tokens=12, forwards=4, **values
         )
