@@ -17,7 +17,6 @@ from typing import Annotated, Any, Literal
 
 from mbd_core.command_line import command
 from mbd_core.evaluation.measures.statistics import p_text, sign_test, wins_and_losses
-from mbd_core.evaluation.sweep.folder import read_samples, read_times
 from mbd_core.fields import DATA, OUTPUT, Flag, load
 from mbd_core.files import check_target_folder, folder_beside, write_text
 from mbd_core.tables import Cell
@@ -122,6 +121,8 @@ def run(
     ] = None,
 ) -> None:
     """Judges the calls of a study's sweeps, and prints its tables."""
+    from mbd_core.evaluation.sweep.folder import read_samples, read_times
+
     if bool(sweep) == (report_only is not None):
         raise ValueError("name the folders of sweeps (--sweep), or a folder of judged rows (--report-only)")
     if report_only is not None:
