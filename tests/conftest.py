@@ -80,6 +80,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 # Rooms whose tests start Ray: under pytest-xdist the tests of such a room run in one process, in turn.
 ONE_BY_ONE = ("cluster", "hosts", "observability", "ray")
+# Files of `tests/ray` that serve nothing: they run in turn on a Ray of their own, beside the others.
+RAY_JOBS = [
+    f"tests/ray/test_{name}.py"
+    for name in ("data_encoding", "eval_sweep", "killed_sweeps", "rl", "study_on_ray", "submitted_jobs", "train")
+]
 # When a test that is marked slow counts as hanging, in seconds; the others' limit is in pyproject.toml.
 SLOW_SECONDS = 3_600
 
@@ -93,6 +98,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
             room = file.removeprefix("tests/").partition("/")[0]
+            if file in RAY_JOBS:
+                return "ray without Serve"
             return room if room in ONE_BY_ONE else file
 
     return ByFileOrRoom(config, log)

@@ -212,7 +212,7 @@ def test_an_engine_drafts_where_it_pays_and_gives_the_same_tokens(
     for number, (drafter, cost, pays) in itertools.product(
         (1, 4), ((model, by_positions, False), (agrees, by_positions, False), (agrees, by_rows, True))
     ):
-        requests = asked(number, max_tokens=200)
+        requests = asked(number, max_tokens=100)
         wanted, always = served(drafter, cost, requests, block_budget=None)
         answers, clock = served(drafter, cost, requests)
         assert answers == wanted
