@@ -8,10 +8,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from mbd_core.decoding.blocks.config import decoding_config
-from research.verified.report import ROWS, TURNS, SplitAnswers, chosen_settings, report
+from research.verified.report import REPORT, ROWS, TURNS, SplitAnswers, chosen_settings, report
 from research.verified.settings import SUBJECTS, family_of, settings, slots_of, width_of
 from research.verified.study import COLUMNS, COUNTS
 
+PUBLISHED = Path(__file__).resolve().parents[3] / "research" / "published" / "verified"
 MODEL = "tiny-bd"
 BEST = {"threshold 0.9 in 1": (1.0, 5), "score at 0.8 in 1": (1.0, 4)}  # share right, forwards of an answer
 
@@ -82,3 +83,11 @@ def test_settings_that_are_not_whole_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the settings of tiny-bd are not whole; decode its sweep to the end"):
         SplitAnswers.read(tmp_path / ROWS["valid"])
     assert MODEL in SUBJECTS
+
+
+def test_the_published_report_is_that_of_its_rows_and_the_page_has_its_tables() -> None:
+    text = report(PUBLISHED)
+    assert text == (PUBLISHED / REPORT).read_text()
+    page = (PUBLISHED.parents[1] / "README.md").read_text()
+    tables = text[text.index("## Claims") : text.index("## All settings")].splitlines()
+    assert [line for line in tables if line.startswith("|") and line not in page] == []
