@@ -139,6 +139,20 @@ def test_exact_answers_of_several_slots_are_those_of_block_size_1(slots: int) ->
     assert [(o.tokens, o.finish_reason) for o in found] == [(o.tokens, o.finish_reason) for o in wanted]
 
 
+def test_an_exact_answer_never_fills_a_third_slot() -> None:
+    """Behind a refusal nothing is kept, so the second block has no progress, and no third one begins."""
+    model = build()
+    init_weights(model, seed=11, std=0.12)
+    two, four = (
+        engine(model, buffer_size=4).generate(
+            random_requests(20, DecodingConfig(block_size=B, buffer_size=slots, verify=EXACT))
+        )
+        for slots in (2, 4)
+    )
+    forwards, positions = ([getattr(o.counts, n) for o in two] for n in ("num_forwards", "num_positions"))
+    assert forwards == [o.counts.num_forwards for o in four] and positions == [o.counts.num_positions for o in four]
+
+
 def test_exact_answers_of_two_slots_are_drawn_as_at_block_size_1() -> None:
     """Three tokens of two blocks, 1,000 times each way: the engine's triples have one distribution."""
     model = build()
