@@ -81,6 +81,8 @@ def run(
     measuring.begin()
     if model not in SHAPES:
         raise ValueError(f"--model {model} must be one of {', '.join(SHAPES)}")
+    if asked and max(asked) > turns:
+        raise ValueError(f"--asked {max(asked)} must be at most --turns {turns}")
     tools = agent_tools(tool_characters)
     tokenizer = shape_tokenizer(SHAPES[model], lessons=[json_module.dumps(tool) for tool in all_tools()])
     size = SHAPES[model].block_size

@@ -21,8 +21,8 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int, min_frequency: int = 20) -> PreTrainedTokenizerFast:
-    """Learn the merges of at least `min_frequency` pairs from `texts`; returns a Hugging Face tokenizer with mask, EOS
-    and chat template."""
+    """Learn merges from pairs that occur at least `min_frequency` times in `texts`; returns a Hugging Face tokenizer
+    with mask, EOS and chat template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
