@@ -1,4 +1,4 @@
-'''Fields: what a configuration holds is said once, where the field is.
+'''Fields: the facts about a configuration's field are said once, where the field is.
 
     @configuration(panel=ENGINE)
     class EngineConfig:
@@ -9,8 +9,9 @@ The annotation has the type and the bounds, the docstring below it the help. Con
 check both; `load` reads JSON, `changed` changes an instance. Command lines (`mbd_core/command_line.py`), JSON Schemas
 and the tables of docs/reference come from `fields_of`. Every refusal is one sentence (`refusal`).
 
-pydantic does this. A machine that is lent for GPU checks has none (docs/reference/gpu.md): there a configuration is a
-plain dataclass whose types and bounds are not checked, only what `__post_init__` says; and `load` raises.
+pydantic does this. A machine that is lent for GPU checks has no pydantic (docs/reference/gpu.md): there a
+configuration is a plain dataclass whose types and bounds are not checked, only what `__post_init__` says; and `load`
+raises.
 '''
 
 import difflib
@@ -20,7 +21,7 @@ import json
 import os
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -43,8 +44,8 @@ LOAD = "Load"
 UPDATES, STATES, LORA, COMPUTING = "Updates", "Training states", "Adapter (LoRA)", "How a step is computed"
 PANELS = (MODEL, DATA, LOAD, UPDATES, STATES, LORA, COMPUTING, DECODING, ENGINE, CLUSTER, OUTPUT)
 OpenedBy = Literal["job", "workers", "all", "each"]
-"""Of a path: who opens it. The job's own process; workers, who read there what the job does; job and workers, and
-whoever goes on, who share one folder; or each process its own, on its machine."""
+"""Of a path: who opens it. job: the job's own process. workers: they read the same contents as the job. all: the job,
+its workers and a resumed job share one folder. each: every process opens its own, on its machine."""
 MOST = 2**31 - 1  # of counts that tensors of 32-bit integers hold
 T = TypeVar("T")
 Texts = Annotated[tuple[str, ...], Strict(False)]
@@ -56,11 +57,11 @@ class Flag:
     """In a field's annotation: how a command line shows it, where name, type and docstring do not say so.
 
     help        of a function's parameter, which has no docstring, or with parts that are computed
-    panel       the panel of --help (default: that of the dataclass)
+    panel       the panel of --help (default: the dataclass's)
     name        the name on a command line (default: the field's); `False`: files alone have it
     positional  an argument of a command line instead of an option
-    metavar     what --help shows for the value
-    default     what --help shows for the default
+    metavar     the word for the value in --help
+    default     the words for the default in --help
     commas      a list is one text with commas (default: the option is repeated for each item)
     opened_by   of a path, a URL or a model
     """
@@ -77,7 +78,7 @@ class Flag:
 
 @typing.dataclass_transform(frozen_default=True, kw_only_default=True)
 def configuration(*, panel: str | None = None) -> Callable[[type[T]], type[T]]:
-    """A class as a configuration: a strict, frozen dataclass with keywords alone. `panel` is that of its fields."""
+    """A class as a configuration: a strict, frozen dataclass with keywords alone. `panel` is its fields' panel."""
 
     def decorated(cls: type[T]) -> type[T]:
         if not CHECKED:
@@ -103,9 +104,9 @@ def configuration(*, panel: str | None = None) -> Callable[[type[T]], type[T]]:
 class Field:
     """A field of a configuration, or a parameter of a command.
 
-    path     its name, behind those of the fields that hold its configuration (`train.lr`)
+    path     its name, behind the names of the fields that hold its configuration (`train.lr`)
     hint     its type with its bounds
-    default  `MISSING` of a required one
+    default  `MISSING` if the field is required
     """
 
     path: str
@@ -149,10 +150,11 @@ def fields_of(kind: type) -> tuple[Field, ...]:
 
 
 def leaves_of(kind: type, defaults: Any = MISSING, path: str = "") -> Iterator[Field]:
-    """The fields of a configuration and of its inner configurations, by their paths, but for `Flag(name=False)`.
+    """The fields of a configuration and of its inner configurations, by their paths, except fields with
+    `Flag(name=False)`.
 
-    `defaults` is an instance with other defaults. A field whose values are configurations alone, or nothing, stands
-    for the fields of the first of them; a field without help is read from files alone.
+    `defaults` is an instance with other defaults. A field that holds one of several configurations, or `None`, stands
+    for the fields of the first configuration. A field without help is left out: only files have it.
     """
     for item in fields_of(kind):
         default = item.default if defaults is MISSING else getattr(defaults, item.name)
@@ -167,10 +169,10 @@ def leaves_of(kind: type, defaults: Any = MISSING, path: str = "") -> Iterator[F
 
 
 def load(kind: Any, values: Any, *, noun: str = "option", path: str = "") -> Any:
-    """A configuration, or a value of another type, of what JSON has for it: objects, lists, texts, numbers.
+    """A configuration, or a value of another type, from its JSON form: objects, lists, texts, numbers.
 
-    Raises `ValueError` that names the field which is unknown, missing or refused; `noun` is what such a field is
-    called, `path` the place of the values, with a dot at its end.
+    Raises `ValueError` that names the unknown, missing or refused field. `noun` is the word for a field in this
+    sentence, `path` the place of the values, with a dot at its end.
     """
     try:
         return _adapter(kind).validate_json(json.dumps(values, default=_plain))
@@ -222,10 +224,25 @@ def schema_of(kind: Any) -> dict[str, Any]:
     return _adapter(kind).json_schema()
 
 
+def check_effects(config: Any, path: str, *, chooser: str, effects: Mapping[str, Collection[str]]) -> None:
+    """Raises `ValueError` for a field that is set and has no effect with the value of the field `chooser`.
+
+    `effects` gives for each field the values of `chooser` with which it has an effect. `path` is the configuration's.
+    """
+    choice = getattr(config, chooser)
+    for name, choices in effects.items():
+        value = getattr(config, name)
+        if choice not in choices and value != getattr(type(config), name):
+            raise ValueError(
+                f"{path}.{name}={value!r} has no effect with {path}.{chooser}={choice!r}; leave it out, or let "
+                f"{chooser} be {' or '.join(choices)}"
+            )
+
+
 def refusal(error: "ValidationError", kind: Any, values: Any, *, noun: str = "option", path: str = "") -> ValueError:
     """pydantic's error as one sentence that names the field: an unknown field first, then a missing one, then others.
 
-    What a `__post_init__` raised is returned as it is.
+    An error of a `__post_init__` is returned as it is.
     """
     problem: Any = min(error.errors(include_url=False), key=lambda each: ORDER.get(each["type"], len(ORDER)))
     hint, value, place = kind, values, problem["loc"]
@@ -269,7 +286,7 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def _kinds(hint: Any) -> list[Any]:
-    """The dataclasses in a type: it, of a union, or of a list's or object's values."""
+    """The dataclasses in a type: the type itself, the members of a union, or the values of a list or an object."""
     if isinstance(hint, type) and is_dataclass(hint):
         return [hint]
     return [kind for argument in typing.get_args(hint) for kind in _kinds(argument)]

@@ -8,7 +8,7 @@ The methods differ in four things: which positions may be filled now (`block_len
 from dataclasses import fields
 from typing import Annotated, Literal
 
-from mbd_core.fields import MOST, Flag, Ge, Le, configuration
+from mbd_core.fields import MOST, Flag, Ge, Le, check_effects, configuration
 
 LEAST_TAU_MERGE = 0.01  # bounds the 1 / tau_merge likeliest tokens that a branch keeps for each position
 
@@ -53,7 +53,7 @@ class Branches:
     )
     """The block length of each branch, ascending."""
     tau_merge: Annotated[float, Ge(LEAST_TAU_MERGE), Le(1)] = 0.5
-    """A branch copies another branch's token if its own probability of it exceeds this (1: never)."""
+    """A branch copies another branch's token if its own probability of that token exceeds this (1: never)."""
     tau_sync: Annotated[int, Ge(0), Le(MOST)] = 8
     """A branch that is more than this many tokens behind the leader is overwritten by it."""
     refresh: Annotated[int, Ge(1), Le(MOST)] = 32
@@ -80,7 +80,7 @@ class MultiBlock:
     """A block is active once the block before it has this share of its tokens. The first active block gets its best
     token in every forward."""
     cache_delay: Annotated[int | None, Ge(0), Le(MOST)] = None
-    """A done block is stored this many forwards after it was done; null: nothing is stored."""
+    """A block is stored this many forwards after its last position was filled; null: nothing is stored."""
     refresh: Annotated[int | None, Ge(1), Le(MOST)] = None
     """With a cache: the number of forwards after which the whole canvas is computed again (null: never)."""
     rule: Annotated[Literal["llada", "dream"] | None, Flag(default="the model's")] = None
@@ -151,12 +151,7 @@ class Canvas:
 
     def _check_parts(self) -> None:
         """Raise `ValueError` for fields that contradict each other."""
-        for name, needed in NEEDS_ACCEPT.items():
-            if self.accept not in needed and getattr(self, name) != DEFAULTS[name]:
-                raise ValueError(
-                    f"canvas.{name}={getattr(self, name)!r} has no effect with canvas.accept={self.accept!r}; "
-                    f"leave it out, or let accept be {' or '.join(needed)}"
-                )
+        check_effects(self, "canvas", chooser="accept", effects=NEEDS_ACCEPT)
         if self.leap and self.leap.tau_relaxed > self.tau:
             raise ValueError(f"canvas.leap.tau_relaxed={self.leap.tau_relaxed} exceeds canvas.tau={self.tau}")
         if self.score_temperature and self.score == "random":

@@ -10,7 +10,7 @@ cache, so a request may change from drafts to single tokens at any forward. Diff
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from mbd_core.fields import MOST, Flag, Ge, Gt, Le, configuration
+from mbd_core.fields import MOST, Flag, Ge, Gt, Le, check_effects, configuration
 
 CausalMethod = Literal["ar", "linear_spec", "dlm"]
 
@@ -56,10 +56,11 @@ class Causal:
     block_length: Annotated[int | None, Ge(1), Le(MOST), Flag(default="the model's block size")] = None
     """Positions of a draft or a block."""
     tau: Annotated[float | None, Ge(0), Le(1)] = None
-    """A forward fills the masks whose confidence >= tau, at least the best. null: dlm fills the best alone, a draft
-    all in one forward."""
+    """A forward fills the masks whose confidence >= tau, at least the best mask. null: dlm fills the best mask alone,
+    and a draft fills all its masks in one forward."""
     context: Literal["causal", "full"] = "causal"
-    """dlm: how the prompt and finished blocks are stored; full: without order, and no store gives a token."""
+    """dlm: how the prompt and finished blocks are stored. causal: by causal rows, whose last position predicts a
+    token. full: by rows without order, which predict none."""
     ahead: bool = False
     """linear_spec: the forward that verifies a draft also drafts what follows, once for each number of tokens that it
     may accept (TiDAR): one forward for a draft instead of two, and block_length^2 positions more in it."""
@@ -70,12 +71,7 @@ class Causal:
     adapter."""
 
     def __post_init__(self) -> None:
-        for name, methods in HAS_EFFECT.items():
-            if getattr(self, name) != getattr(Causal, name) and self.method not in methods:
-                raise ValueError(
-                    f"causal.{name}={getattr(self, name)!r} has no effect with causal.method={self.method!r}; leave "
-                    f"it out, or let method be {' or '.join(methods)}"
-                )
+        check_effects(self, "causal", chooser="method", effects=_METHOD_EFFECTS)
         for name in ("tau", "thinking"):
             if self.ahead and getattr(self, name) is not None:
                 raise ValueError(
@@ -99,9 +95,9 @@ class Causal:
 
 @configuration()
 class Renoise:
-    """DiffusionGemma: canvases of drawn tokens, which each forward draws anew as far as a bound on entropy allows,
-    behind a prefix that causal rows store. A canvas has the model's block size. Raises `ValueError` naming the
-    field."""
+    """DiffusionGemma: canvases of drawn tokens behind a prefix that causal rows store. Each forward keeps tokens
+    within a bound on entropy and draws the others anew. A canvas has the model's block size. Raises `ValueError`
+    naming the field."""
 
     steps: Annotated[int, Ge(1), Le(MOST)] = 48
     """The most forwards of a canvas."""
@@ -111,7 +107,7 @@ class Renoise:
     t_max: Annotated[float, Gt(0)] = 0.8
     """The temperature of a canvas's first forward."""
     t_min: Annotated[float, Gt(0)] = 0.4
-    """The temperature towards which it falls: a forward after the last forward would have it."""
+    """The temperature towards which it falls; only a forward after the last one would have it."""
     stability: Annotated[int, Ge(0), Le(MOST)] = 1
     """A canvas may end once its likeliest tokens have stayed the same for this many forwards."""
     tau_entropy: Annotated[float, Ge(0)] = 0.005
@@ -126,7 +122,7 @@ class Renoise:
         return PlannedRows(longest=2 * block_size, overhang=block_size - 1)
 
 
-HAS_EFFECT: dict[str, tuple[CausalMethod, ...]] = {
+_METHOD_EFFECTS: dict[str, tuple[CausalMethod, ...]] = {
     "block_length": ("linear_spec", "dlm"),
     "tau": ("linear_spec", "dlm"),
     "context": ("dlm",),

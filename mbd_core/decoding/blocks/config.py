@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from mbd_core.decoding.blocks.canvas_config import Canvas
 from mbd_core.decoding.blocks.causal_config import Causal, PlannedRows, Renoise
 from mbd_core.decoding.blocks.verify_config import Verify
-from mbd_core.fields import MOST, Flag, Ge, Le, configuration, load
+from mbd_core.fields import MOST, Flag, Ge, Le, check_effects, configuration, load
 
 Fallback = Literal["confidence", "leftmost", "margin", "neg_entropy"]
 PromptAttention = Literal["block_causal", "full"]
@@ -22,7 +22,7 @@ class T2T:
     tau: Annotated[float, Ge(0), Le(1)] = 0.5
     """A filled token is replaced when another token is predicted with confidence > tau."""
     max_edits: Annotated[int, Ge(0), Le(MOST)] = 16
-    """After this many forwards a complete block is final, even if the last one edited it; 0 only with `verify`."""
+    """A complete block is final after this many forwards, even if the last forward edited it. 0 needs `verify`."""
 
 
 @configuration()
@@ -56,18 +56,17 @@ class Levenshtein:
     """A filled position takes a new token, or an edit, whose confidence > tau."""
     variant: EditVariant = "fluxserve"
     """fluxserve: `steps` forwards fill a block's masks. sglang: each forward fills one mask at least, and the mask may
-    be predicted. `levenshtein.py` has all that differs."""
+    be predicted. `levenshtein.py` lists the differences."""
     steps: Annotated[int, Ge(1), Le(MOST)] = 32
-    """fluxserve: forwards over which a block's masks are spread."""
+    """fluxserve: the number of forwards that fill a block's masks."""
     max_post_steps: Annotated[int, Ge(0), Le(MOST)] = 16
     """The block is resolved after this many forwards without any of its original masks; 0: with the last mask."""
     max_steps: Annotated[int, Ge(1), Le(MOST)] = 1000
     """fluxserve: the forward of a block that resolves it in any case."""
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            if self.variant == "sglang" and f.name in ("steps", "max_steps") and getattr(self, f.name) != f.default:
-                raise ValueError(f"edit.{f.name}={getattr(self, f.name)} has no meaning with sglang; leave it out")
+        only = ("fluxserve",)
+        check_effects(self, "edit", chooser="variant", effects={"steps": only, "max_steps": only})
 
 
 @configuration()
@@ -88,20 +87,20 @@ class DecodingConfig:
     buffer_size: Annotated[int, Ge(1), Le(MOST)] = 1
     """N_buf, the most blocks of the request that are resident at once."""
     adaptive: bool = True
-    """A busy engine may hold the request to fewer blocks (its block budget); without it, its tokens do not depend on
-    how busy the engine is. With `causal`: to single tokens instead of drafts, which changes no token unless `thinking`
-    ends."""
+    """A busy engine may give the request fewer blocks (its block budget). With false, the request's tokens do not
+    depend on the load. With `causal`, a busy engine may decode single tokens instead of drafts; this changes no token
+    unless `thinking` ends."""
     tau_add: Annotated[float, Ge(0), Le(1)] = 0.1
     """The next block is activated when the last active one has progress > tau_add."""
     tau_stable: Annotated[float | None, Ge(0), Le(1)] = None
-    """And, if set, stability > tau_stable: the share of its filled positions whose tokens the last forward predicted
-    again (needs `t2t` or `soft`)."""
+    """If set, the next block also waits for stability > tau_stable. Stability is the share of the last block's filled
+    positions whose tokens the last forward predicted again (needs `t2t` or `soft`)."""
     tau_semi: Annotated[float, Ge(0), Le(1)] = 0.9
     """A block may use the fallback when its predecessor has progress >= tau_semi."""
     tau_m2t: Annotated[float, Ge(0), Le(1)] = 0.95
     """A masked position becomes a token when its confidence > tau_m2t (1: only by fallback)."""
     tokens_per_step: Annotated[int, Ge(1), Le(MOST)] = 1
-    """The fallback: if fewer positions exceed tau_m2t, this number of the best is accepted."""
+    """The fallback: if fewer positions exceed tau_m2t, the best positions are accepted, this number of them."""
     fallback: Fallback = "confidence"
     """What "best" means: highest confidence, leftmost (SDAR's sequential remasking), largest lead over the second
     token, or lowest entropy (D2F's margin_confidence and neg_entropy)."""
@@ -134,9 +133,9 @@ class DecodingConfig:
     `block_size`, `adaptive` and `prefix_cache` must be left out."""
 
     verify: Verify | None = None
-    """Verify drafts by block size 1 (S2D2) or a larger model, of one block or of `buffer_size`; then all fields except
-    these, `block_size`, `prefix_cache`, `tau_add`, `tau_semi`, `tau_m2t`, `tokens_per_step`, `sub_block`, `carry` and
-    `t2t` must be left out, and with several slots the last three too."""
+    """Verify drafts of `buffer_size` blocks at block size 1 (S2D2) or by a larger model; then all fields except
+    `block_size`, `buffer_size`, `prefix_cache`, `tau_add`, `tau_semi`, `tau_m2t`, `tokens_per_step`, `sub_block`,
+    `carry` and `t2t` must be left out. With several blocks, `sub_block`, `carry` and `t2t` must be left out too."""
 
     def __post_init__(self) -> None:
         if self.tau_stable is not None and not self.revises:
@@ -156,23 +155,23 @@ class DecodingConfig:
         if self.t2t and self.soft:
             raise ValueError("t2t and soft are two ways to revise filled tokens; give one of them")
         if self.edit is not None:
-            self._only(EDIT_FIELDS, "edit")
+            self._only(FIELDS_WITH["edit"], "edit")
         if self.entropy is not None:
             self._only({f.name for f in fields(self)} - {*REPLACED_BY_ENTROPY, "soft"}, "entropy")
         if self.causal is not None:
             if self.prefix_cache and self.causal.context == "full":
                 raise ValueError("prefix_cache=True cannot be honoured with causal.context='full'; leave one out")
-            self._only(CAUSAL_FIELDS, "causal")
+            self._only(FIELDS_WITH["causal"], "causal")
         if self.renoise is not None:
-            self._only(RENOISE_FIELDS, "renoise")
+            self._only(FIELDS_WITH["renoise"], "renoise")
         if self.t2t is not None and not self.t2t.max_edits and self.verify is None:
             raise ValueError("t2t.max_edits=0 has a meaning only with verify; give at least 1")
         if self.verify is not None:
-            self._only(VERIFY_FIELDS, "verify")
+            self._only(FIELDS_WITH["verify"], "verify")
             if self.verify.draft_model:
-                self._only(set(VERIFY_FIELDS) - set(OF_ONE_SLOT), "verify.draft_model")
+                self._only(set(FIELDS_WITH["verify"]) - set(OF_ONE_SLOT), "verify.draft_model")
             if self.verify.exact:
-                self._only(set(VERIFY_FIELDS) - set(REPLACED_BY_EXACT), "verify.exact")
+                self._only(set(FIELDS_WITH["verify"]) - set(REPLACED_BY_EXACT), "verify.exact")
             if self.buffer_size > 1:
                 self._check_verified_slots(self.verify)
         if self.soft and (self.tokens_per_step > 1 or self.fallback != "confidence"):
@@ -185,11 +184,11 @@ class DecodingConfig:
         if self.canvas is not None:
             if self.prefix_cache:
                 raise ValueError("prefix_cache=True cannot be honoured with canvas: full attention has no prefix")
-            self._only(CANVAS_FIELDS, "canvas")
+            self._only(FIELDS_WITH["canvas"], "canvas")
 
     def _check_verified_slots(self, verify: Verify) -> None:
-        """Raises `ValueError` for what verification of several slots does not have; a request may name the slots
-        alone, and its model's defaults the rest."""
+        """Raises `ValueError` for fields that verification of several slots does not support. The remedy names the
+        slots too, because they may be the request's while the field is its model's default."""
         for f in fields(self):
             if f.name in OF_ONE_SLOT and getattr(self, f.name) != f.default:
                 raise ValueError(
@@ -203,7 +202,7 @@ class DecodingConfig:
             )
 
     def _only(self, fitting: Collection[str], method: str) -> None:
-        """Raises `ValueError` for a field that is not its default and has no meaning with a method."""
+        """Raises `ValueError` for a field that is set and has no meaning with a method."""
         for f in fields(self):
             value = getattr(self, f.name)
             if f.name not in fitting and value != f.default:
@@ -222,7 +221,7 @@ class DecodingConfig:
 
     @property
     def ranking(self) -> Fallback:
-        """What positions are ranked by."""
+        """The score that ranks positions."""
         return self.fallback if self.entropy is None else "neg_entropy"
 
     @property
@@ -266,23 +265,26 @@ class DecodingConfig:
         return None if part is None else part.rows(self.block_size)
 
 
-EDIT_FIELDS = ("block_size", "tau_m2t", "prefix_cache", "edit")
-CANVAS_FIELDS = ("block_size", "prefix_cache", "canvas")
-CAUSAL_FIELDS = ("block_size", "adaptive", "prefix_cache", "causal")
-RENOISE_FIELDS = ("block_size", "adaptive", "prefix_cache", "renoise")
-VERIFY_FIELDS = (
-    "block_size",
-    "buffer_size",
-    "prefix_cache",
-    "tau_add",
-    "tau_semi",
-    "tau_m2t",
-    "tokens_per_step",
-    "sub_block",
-    "carry",
-    "t2t",
-    "verify",
-)
+# The fields that may be set beside a method that replaces decoding block by block in slots.
+FIELDS_WITH: dict[str, tuple[str, ...]] = {
+    "edit": ("block_size", "tau_m2t", "prefix_cache", "edit"),
+    "canvas": ("block_size", "prefix_cache", "canvas"),
+    "causal": ("block_size", "adaptive", "prefix_cache", "causal"),
+    "renoise": ("block_size", "adaptive", "prefix_cache", "renoise"),
+    "verify": (
+        "block_size",
+        "buffer_size",
+        "prefix_cache",
+        "tau_add",
+        "tau_semi",
+        "tau_m2t",
+        "tokens_per_step",
+        "sub_block",
+        "carry",
+        "t2t",
+        "verify",
+    ),
+}
 REPLACED_BY_EXACT = ("tau_semi", "tau_m2t", "tokens_per_step", "t2t")
 OF_ONE_SLOT = ("sub_block", "carry", "t2t")
 REPLACED_BY_ENTROPY = ("tau_m2t", "tokens_per_step", "fallback")
@@ -296,12 +298,11 @@ def read_decoding(values: Mapping[str, Any]) -> DecodingConfig:
 def decoding_config(defaults: Mapping[str, Any], overrides: Mapping[str, Any], *, block_size: int) -> DecodingConfig:
     """A request's config: `overrides`, its own fields, replace the fields of `defaults` (`generation_config.json`).
 
-    Other keys in `defaults` are ignored, because Hugging Face keeps many settings there. If one of the two names
-    `canvas`, `causal`, `renoise`, `verify` or `edit` and the other decodes otherwise, the method of `overrides`
-    counts; so it does between `entropy` and the fields that it replaces. Where only `overrides` names `verify`, the
-    slots of `defaults` are those of MultiBD and do not count; slots in `overrides` change how many a model verifies by
-    default. Raises `ValueError` for an unknown key in
-    `overrides`, and for a `block_size` in either that is not the model's.
+    Other keys in `defaults` are ignored, because Hugging Face keeps many settings there. If the two decode by
+    different methods of `FIELDS_WITH`, the method of `overrides` counts. `entropy` and the fields that it replaces
+    drop each other in the same way. If only `overrides` names `verify`, the `buffer_size` of `defaults` is MultiBD's
+    and does not count. Raises `ValueError` for an unknown key in `overrides`, and for a `block_size` that is not the
+    model's.
     """
     names = [f.name for f in fields(DecodingConfig)]
     unknown = sorted(set(overrides) - set(names))
@@ -311,29 +312,16 @@ def decoding_config(defaults: Mapping[str, Any], overrides: Mapping[str, Any], *
         if source.get("block_size", block_size) != block_size:
             raise ValueError(f"block_size={source['block_size']} cannot be honoured: the model has {block_size}")
     values = {k: v for k, v in defaults.items() if k in names}
-    if overrides.get("edit") is not None:
-        values = {k: v for k, v in values.items() if k in EDIT_FIELDS}
-    elif set(overrides) - set(EDIT_FIELDS):
-        values.pop("edit", None)
-    if overrides.get("canvas") is not None:
-        values = {k: v for k, v in values.items() if k in CANVAS_FIELDS}
-    elif set(overrides) - set(CANVAS_FIELDS):
-        values.pop("canvas", None)
-    if overrides.get("causal") is not None:
-        values = {k: v for k, v in values.items() if k in CAUSAL_FIELDS}
-    elif set(overrides) - set(CAUSAL_FIELDS):
-        values.pop("causal", None)
-    if overrides.get("renoise") is not None:
-        values = {k: v for k, v in values.items() if k in RENOISE_FIELDS}
-    elif set(overrides) - set(RENOISE_FIELDS):
-        values.pop("renoise", None)
-    if overrides.get("verify") is not None:
-        of_buffer = ("buffer_size",) if defaults.get("verify") is None else ()  # the slots of MultiBD
-        values = {k: v for k, v in values.items() if k in VERIFY_FIELDS and k not in of_buffer}
-        if isinstance(overrides["verify"], Mapping) and overrides["verify"].get("exact"):
+    for method, method_fields in FIELDS_WITH.items():
+        if overrides.get(method) is not None:
+            values = {k: v for k, v in values.items() if k in method_fields}
+        elif set(overrides) - set(method_fields):
+            values.pop(method, None)
+    if (verify := overrides.get("verify")) is not None:
+        if defaults.get("verify") is None:
+            values.pop("buffer_size", None)  # the slots of MultiBD
+        if isinstance(verify, Mapping) and verify.get("exact"):
             values = {k: v for k, v in values.items() if k not in REPLACED_BY_EXACT}
-    elif set(overrides) - set(VERIFY_FIELDS):
-        values.pop("verify", None)
     if overrides.get("entropy") is not None:
         values = {k: v for k, v in values.items() if k not in REPLACED_BY_ENTROPY}
     elif set(overrides) & set(REPLACED_BY_ENTROPY):

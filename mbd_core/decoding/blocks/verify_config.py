@@ -9,7 +9,7 @@ judge the draft token by token, in one forward more. Or a small model drafts, an
 from typing import Annotated, Literal
 
 from mbd_core.decoding.blocks.causal_config import PlannedRows
-from mbd_core.fields import MOST, Ge, Gt, Le, configuration
+from mbd_core.fields import MOST, Ge, Gt, Le, check_effects, configuration
 
 Route = Literal["span", "score", "hysteresis"]
 VerifyOrder = Literal["block", "causal"]
@@ -49,28 +49,19 @@ class Verify:
     """How prompt and finished blocks are stored. block: as the model stores them otherwise. causal: with the keys of
     block size 1, as a judgement assumes."""
     lead: VerifyOrder = "block"
-    """How the tokens of a block before its first mask see each other. block: each sees all. causal: each sees those
-    before it; this needs store=causal."""
+    """How the tokens of a block before its first mask see each other. block: each sees all. causal: each sees the
+    tokens before it; this needs store=causal."""
     exact: bool = False
     """The answer is that of the same model at block size 1: the same tokens if it is greedy, the same distribution if
-    it is drawn. Every draft is verified; of a greedy draft the tokens before the first that is not the judgement's
-    likeliest are kept. Needs store=causal."""
+    it is drawn. Every draft is verified. A greedy draft is kept up to its first token that is not the judgement's
+    likeliest, without that token. Needs store=causal."""
     draft_model: bool = False
     """The engine's draft model drafts, in blocks of its own size; the model judges, by its autoregressive mode if it
     has one, else at block size 1. Needs exact."""
 
     def __post_init__(self) -> None:
-        for name, routes in _HAS_EFFECT.items():
-            if self._is_set(name) and self.route not in routes:
-                raise ValueError(
-                    f"verify.{name}={getattr(self, name)!r} has no effect with verify.route={self.route!r}; leave it "
-                    f"out, or let route be {' or '.join(routes)}"
-                )
-        if self._is_set("tau_margin") and self.estimate != "margin":
-            raise ValueError(
-                f"verify.tau_margin={self.tau_margin} has no effect with verify.estimate={self.estimate!r}; leave it "
-                "out, or let estimate be margin"
-            )
+        check_effects(self, "verify", chooser="route", effects=_ROUTE_EFFECTS)
+        check_effects(self, "verify", chooser="estimate", effects={"tau_margin": ("margin",)})
         if self.tau_off > self.tau_on:
             raise ValueError(
                 f"verify.tau_off={self.tau_off:g} exceeds verify.tau_on={self.tau_on:g}; give a lower tau_off"
@@ -108,7 +99,7 @@ class Verify:
 
 
 _SCORED: tuple[Route, ...] = ("score", "hysteresis")
-_HAS_EFFECT: dict[str, tuple[Route, ...]] = {
+_ROUTE_EFFECTS: dict[str, tuple[Route, ...]] = {
     "min_span": ("span",),
     "tau_score": ("score",),
     "tau_on": ("hysteresis",),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mbd_core.batch.rows import config_text
-from mbd_core.decoding.blocks.config import CANVAS_FIELDS, CAUSAL_FIELDS, DecodingConfig, decoding_config
+from mbd_core.decoding.blocks.config import FIELDS_WITH, DecodingConfig, decoding_config
 from mbd_core.decoding.blocks.methods import MULTI, NAMED_METHODS, SINGLE, MethodFields
 from mbd_core.field_texts import field_at, value_of
 from mbd_core.fields import leaves_of
@@ -31,7 +31,7 @@ MULTI_LABELS: dict[str | None, str] = {
     "d2f_block_causal": "MultiBD",
     None: "MultiBD",
 }
-"""What decoding several blocks is called, by how the model was trained: its recipe's `trained_with`."""
+"""The name of decoding several blocks, by the training of the model: its recipe's `trained_with`."""
 LIKELIHOOD = "log-likelihood"
 """The method of tasks that compare log-likelihoods, which no decoder changes: one configuration of a model."""
 LABELS = ("SingleBD", *dict.fromkeys(MULTI_LABELS.values()), LIKELIHOOD)
@@ -129,12 +129,12 @@ def plan_variants(
             except ValueError as error:
                 raise ValueError(str(error) if name in (SINGLE, MULTI) else f"method '{name}': {error}") from None
             if name == MULTI and decoding.buffer_size < 2:
-                raise ValueError("method 'multi' needs buffer_size of at least 2; method 'single' is the one for 1")
+                raise ValueError("method 'multi' needs buffer_size of at least 2; for 1 there is method 'single'")
             variants[Variant(method=_label(name, defaults), decoding=decoding)] = None
     for path in sorted(unused_axes):
         part = path.partition(".")[0]
         hint = f"""; define one: --method NAME='{{"{part}": {{}}}}'""" if "." in path else ""
-        hint = "; it takes one with several slots, as multi" if path in MULTI_ONLY else hint
+        hint = "; it needs a method with several slots, such as multi" if path in MULTI_ONLY else hint
         raise ValueError(f"grid field '{path}' concerns none of the methods {', '.join(names)}{hint}")
     return list(variants)
 
@@ -150,9 +150,9 @@ def _concerns(path: str, base: MethodFields) -> bool:
     if parts:
         return True
     if base.get("canvas") is not None:
-        return last in CANVAS_FIELDS
+        return last in FIELDS_WITH["canvas"]
     if base.get("causal") is not None:
-        return last in CAUSAL_FIELDS
+        return last in FIELDS_WITH["causal"]
     return base.get("buffer_size") != 1 or last not in MULTI_ONLY
 
 

@@ -1,8 +1,8 @@
 """The best swept configuration in a model folder's `generation_config.json`, where engine and endpoint take it from.
 
-What the file holds besides decoding fields stays. The decoding fields that it had lie under `chosen_decoding` beside a
-record of the choice, so that the methods of a sweep start from the author's recommendation after a choice as before
-it. Decoding fields that were edited by hand after the choice are what the author recommends.
+The file's other fields stay. Its earlier decoding fields lie under `chosen_decoding`, beside a record of the choice.
+So a sweep's methods start from the author's recommendation, before and after a choice. Decoding fields that were
+edited by hand after the choice count as the author's recommendation.
 """
 
 import os
@@ -14,7 +14,7 @@ from mbd_core.checkpoint.base_files import CHOSEN
 from mbd_core.checkpoint.config import load_config, load_generation_defaults
 from mbd_core.checkpoint.folder import METHOD_FIELDS
 from mbd_core.checkpoint.shipped import SHIPPED
-from mbd_core.decoding.blocks.config import CANVAS_FIELDS, CAUSAL_FIELDS, VERIFY_FIELDS, decoding_config, read_decoding
+from mbd_core.decoding.blocks.config import FIELDS_WITH, decoding_config, read_decoding
 from mbd_core.decoding.blocks.methods import read_front
 from mbd_core.evaluation.sweep.choice.best import BestPoint, decoding_fields
 from mbd_core.files import check_writable, write_json
@@ -51,7 +51,8 @@ def author_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_edited(generation: Mapping[str, Any]) -> bool:
-    """Whether decoding fields differ from the fields that a choice wrote; `False` where it does not record them."""
+    """Whether decoding fields differ from the fields that a choice wrote; `False` if the choice did not record
+    them."""
     choice = generation.get(CHOSEN)
     choice_fields = choice.get("written") if isinstance(choice, Mapping) else None
     return choice_fields is not None and choice_fields != {
@@ -60,10 +61,10 @@ def is_edited(generation: Mapping[str, Any]) -> bool:
 
 
 def edit_notes(folders: Mapping[str, Path]) -> list[str]:
-    """What a reader must know of model folders, by name, whose decoding was edited after a choice."""
+    """Notes on the model folders, by name, whose decoding was edited after a choice."""
     return [
-        f"{name}: the decoding fields of its {FILE} differ from those that --write-best wrote; the sweep goes on from "
-        "what the file has now"
+        f"{name}: the decoding fields of its {FILE} differ from those that --write-best wrote; the sweep starts "
+        "from the fields that the file has now"
         for name, folder in folders.items()
         if is_edited(load_generation_defaults(folder))
     ]
@@ -74,9 +75,8 @@ def write_best(folder: Path, point: BestPoint) -> None:
     honour."""
     defaults = author_defaults(load_generation_defaults(folder))
     config = decoding_fields(point.best.config)
-    # parts that leave few other fields
-    whole = {"canvas": CANVAS_FIELDS, "causal": CAUSAL_FIELDS, "verify": VERIFY_FIELDS}
-    allowed = next((names for part, names in whole.items() if part in config), METHOD_FIELDS - whole.keys())
+    whole = ("canvas", "causal", "verify")  # parts that leave few other fields
+    allowed = next((FIELDS_WITH[part] for part in whole if part in config), METHOD_FIELDS - set(whole))
     choice = {name: value for name, value in config.items() if name in METHOD_FIELDS and name in allowed}
     contents = {name: value for name, value in defaults.items() if name not in METHOD_FIELDS} | choice
     old_fields = {name: value for name, value in defaults.items() if name in METHOD_FIELDS}
