@@ -3,8 +3,8 @@
 A cluster's machines may share no disk. So each option that is a path says who opens it (`Flag.opened_by`). Before any
 work, a small task on each node with room for the job's processes reports the contents of these paths. Workers read the
 same contents as the job, or a copy: contents that a node lacks go through Ray's object store to the cache of each node
-whose workers ask for them, once for each node, by digest. A path that is too large to copy refuses the job, and so
-does a shared folder that is not one folder for all. A worker on a node that joins later looks for itself when it asks
+whose workers ask for them, once for each node, by digest. The job is refused if a path is too large to copy, or if a
+shared folder is not one folder for all. A worker on a node that joins later looks for itself when it asks
 (`JobPaths.fetch`, `JobPaths.check_shared`). `serve deploy` has no process that stays and could hold a copy: all nodes
 must have its paths (`check_everywhere`).
 """

@@ -139,7 +139,7 @@ def engine_for(
 
 
 def run_at_load(engine: Engine, requests: Sequence[Request], *, answers: int) -> BufferRun:
-    """Keep all rows busy, and measure for `answers` answers when each row has given one on average."""
+    """Keep all rows busy. After one answer per row on average, measure until `answers` more have come."""
     rows, counts, num_answers = engine.config.max_rows, engine.counts, 0
     stream = (replace(r, request_id=str(n)) for n, r in enumerate(itertools.cycle(requests)))
     for request in itertools.islice(stream, rows):

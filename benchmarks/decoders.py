@@ -228,7 +228,8 @@ def _random_model(family: str) -> Decoder:
 def chosen_cases(
     cases: list[ModelCase], models: Sequence[str] | None, methods: Sequence[str] | None
 ) -> list[tuple[ModelCase, MethodCase]]:
-    """The models that begin with one of these names, and their methods that contain one; `ValueError` without any."""
+    """The models whose names begin with one of `models`, with their methods whose names contain one of `methods`.
+    Raises `ValueError` if no method is left."""
     begins = tuple(models or [""])
     parts = [name.lower() for name in methods or [""]]
     pairs = [

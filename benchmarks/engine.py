@@ -78,7 +78,7 @@ class StepBenchmark:
     model  the name of a shape, which gets random weights, or a model folder
     fp8    round these weights to FP8; a folder with "blocks" has them already
     tpf    tokens per forward, from which TPS is computed; by default that of Table 3
-    uniform_routing  tokens choose their experts evenly, as a trained router's do and a random one's do not
+    uniform_routing  tokens choose their experts evenly, as by a trained router; a random router chooses unevenly
     """
 
     model: str

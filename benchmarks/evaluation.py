@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from mbd_core.evaluation.sweep.sweep import Sweep
 
 TRIAL = 32  # problems of a trial that estimates the seconds per problem
-MOST_RATIO = 1.10  # goal: the most of the ratio on a run of 5 minutes
+MOST_RATIO = 1.10  # goal: the largest ratio on a run of 5 minutes
 LEAST_GAIN = 1.7  # goal: the speed of two engines over one, if both have cores
 COLUMNS = {"what": "what", "seconds": "seconds|.1f"}
 

@@ -1,7 +1,7 @@
 """Right and wrong texts for the benchmarks' answers: notations of a value, and places where an answer stands.
 
-Each form writes a text for a gold answer, or `None` where the gold is not of its kind. What a form calls wrong has
-another value, by arithmetic of its own.
+Each form writes a text for a gold answer, or `None` where the gold is not of its kind. A wrong text has another value;
+its form computes that value itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OWN_GOLDS = {
         *(r"3 \pm \sqrt{5}", "4x^2-3x+7", "y = 3x - 8", "3x + 5y - 2z + 9 = 0", r"\frac{7+3b}{10}", r"\tan x"),
     ),
 }
-"""Golds of our own in the forms of the benchmarks', for where these are absent."""
+"""Golds of our own in the forms of the benchmarks' golds, for use without the benchmarks' files."""
 
 _DECIMAL = re.compile(r"-?(?:\d+(?:\.\d+)?|\.\d+)")
 _FRACTION = re.compile(r"(-?)(\d*)\\[dt]?frac\s*\{?(\d+|\d)\}?\s*\{?(\d+)\}?")
@@ -293,7 +293,7 @@ def _tuple_items(gold: str) -> list[str]:
 
 
 def _list_form(write: Callable[[list[str], random.Random], str | None]) -> TextForm:
-    """A form of golds that are lists or sets without order; numbers with marks of thousands are none."""
+    """A form of golds that are lists or sets without order; numbers with marks of thousands are not lists."""
 
     def form(gold: str, draw: random.Random) -> str | None:
         is_list = re.search(_SEQUENCE, gold) or gold.startswith(r"\{")

@@ -4,10 +4,10 @@
 
     main = command(run)
 
-`Annotated[EngineConfig, Fields("max_rows", "num_pages")]` takes some of the fields alone; `Changes` takes the given
-ones, for a configuration that is found later. A parameter's default gives a configuration's fields other defaults. A
-parameter that is a `CommandText` gets the command itself. With `shown` a command has these options alone, and
-`--set PATH=VALUE` for every field. Typer is named here and in jobs/command_line.py alone.
+`Annotated[EngineConfig, Fields("max_rows", "num_pages")]` takes some of the fields alone; `Changes` takes the fields
+that are given, for a configuration that is found later. A parameter's default gives a configuration's fields other
+defaults. A parameter that is a `CommandText` gets the command itself. With `shown` a command has these options alone,
+and `--set PATH=VALUE` for every field. Typer is named here and in jobs/command_line.py alone.
 
 Exit codes: 0 done, 1 it failed, 2 bad input, in one sentence on stderr and before any work begins, 130 stopped by a
 signal, after the command has cleaned up.
@@ -40,7 +40,7 @@ from mbd_core.json_text import merge_paths
 from mbd_core.proxies import keep_direct
 from mbd_core.stops import any_stop_as_interrupt
 
-NUMBERS = {"integer": "N", "number": "X"}  # what --help shows for one
+NUMBERS = {"integer": "N", "number": "X"}  # what --help shows for a number
 EXTRA = re.compile(r"(?P<package>[\w.-]+).*extra == [\"'](?P<extra>[\w-]+)")
 SETTING = Field(
     path="set",
@@ -63,8 +63,8 @@ class Fields:
 
 
 class Changes(Fields):
-    """In `Annotated[dict[str, Any], ...]`: fields of a configuration of which a command takes the given ones, by path,
-    or all of them, as `mbd_core.fields.changed` takes them."""
+    """In `Annotated[dict[str, Any], ...]`: the given fields of a configuration, by path, for
+    `mbd_core.fields.changed`. The command has options for the named fields, or for all."""
 
     def __init__(self, kind: type, *names: str) -> None:
         super().__init__(*names)
@@ -75,7 +75,7 @@ class Command(TyperCommand):
     """A command whose help has one column of names: a switch's second name stands behind its text."""
 
     unshown: Mapping[str, str]
-    """The paths of the fields that have no option, by the name that it would have."""
+    """The paths of the fields that have no option, by the name that the option would have."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         for option in self.params:
@@ -89,8 +89,8 @@ class Command(TyperCommand):
 class Main:
     """A command's entry: the command line, by default the process's own, to the exit code.
 
-    A `ValueError` is bad input (2), an error of `failures` a failure (1); each is one sentence, which of torchrun's
-    processes the first prints. Other errors are defects of ours and keep their traceback.
+    A `ValueError` is bad input (2), an error of `failures` a failure (1); each is one sentence, which only the first
+    of torchrun's processes prints. Other errors are defects of ours and keep their traceback.
 
     derive    makes Typer's command
     called    how a user calls it
@@ -204,7 +204,7 @@ def command(
 Given = Mapping[str, Any]
 """The values that a command line gives, by path; the command itself under "" ."""
 CommandPart = tuple[list[Field], Callable[[Given], Any]]
-"""A parameter of a command's function: its options, and its value from the given ones."""
+"""A parameter of a command's function: its options, and the function that makes its value of the given values."""
 
 
 def command_options(run: Callable[..., Any]) -> list[Field]:
@@ -307,7 +307,7 @@ def _parameter_name(item: Field) -> str:
 
 
 def metavar(item: Field) -> str | None:
-    """What --help shows for the value; `None`: its type."""
+    """The text that --help shows for the value; `None`: its type."""
     form = form_of(item)
     if item.flag.metavar is not None or item.flag.positional:
         return item.flag.metavar
@@ -339,7 +339,7 @@ def _typer_parameter(item: Field) -> inspect.Parameter:
 
 
 def _python_type(form: Mapping[str, Any]) -> Any:
-    """Typer's type; numbers are texts to it, since its refusals do not say the value."""
+    """Typer's type. Typer gets numbers as texts, because its own refusals do not say the value."""
     if "enum" in form or "const" in form:
         return Literal[tuple(form.get("enum") or [form["const"]])]
     return Path if form.get("format") == "path" else bool if form.get("type") == "boolean" else str

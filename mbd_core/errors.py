@@ -13,5 +13,5 @@ def error_line(error: BaseException) -> str:
 
 
 def error_sentence(error: BaseException) -> str:
-    """The same, but an `OSError` says enough without its class."""
+    """As `error_line`, but without the class of an `OSError`, which says enough."""
     return first_line(error) if isinstance(error, OSError) else error_line(error)

@@ -11,7 +11,7 @@ from mbd_core.json_text import parse_json
 
 
 def form_of(item: Field) -> Mapping[str, Any]:
-    """The schema of what a command line gives: no object with fields of its own, and not null."""
+    """The schema of a value that a command line can give: no object with fields of its own, and not null."""
     forms = item.schema.get("anyOf", [item.schema])
     return next(form for form in forms if form.get("type") != "null" and "$ref" not in form)
 
@@ -50,7 +50,7 @@ def item_form(form: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _listed(text: str, name: str, *, once: bool) -> list[str]:
-    """The items of a text with commas, each `once` if so; `ValueError` if there is none."""
+    """The items of a text with commas. Raises `ValueError` if there is none, or with `once` if an item repeats."""
     items = [item.strip() for item in text.split(",") if item.strip()]
     if not items:
         raise ValueError(f"{name} names nothing; give at least one, separated by commas")

@@ -129,8 +129,8 @@ def folder_beside(folder: Path, kind: str, *, overwrite: bool = False) -> Iterat
 
 
 def _end_killed(folder: Path) -> None:
-    """Remove what killed processes were writing for `folder`; the files that they were replacing return to their
-    places."""
+    """Remove the files that killed processes were writing for `folder`; the files that they were replacing return to
+    their places."""
     for place in folder.parent.glob(f".{glob.escape(folder.name)}-????????"):
         if not (place / LOCK).is_file():
             continue
@@ -156,9 +156,9 @@ def claim_folder(folder: Path, kind: str, files: Sequence[str]) -> Path:
 class PartsFolder:
     """A claimed folder (`claim_folder`) that fills part by part: a killed job goes on from the parts that are there.
 
-    One process at a time writes in it, each part once, by `durable_file`. What killed processes began and did not
-    finish is removed. `lock` is one of `files`. Raises `ValueError` as `claim_folder`, and while another process
-    writes there. Close it, or use it as a context.
+    One process at a time writes in it, each part once, by `durable_file`. Files that killed processes did not finish
+    are removed. `lock` is one of `files`. Raises `ValueError` as `claim_folder`, and while another process writes
+    there. Close it, or use it as a context.
     """
 
     def __init__(self, path: Path, kind: str, files: Sequence[str], *, lock: str) -> None:
@@ -190,12 +190,12 @@ def is_leftover(name: str, files: Sequence[str]) -> bool:
 
 
 def folder_kind(folder: Path) -> str | None:
-    """What the project wrote at `folder`, by its manifest; `None` if it wrote nothing there."""
+    """The kind of folder that the project wrote at `folder`, by its manifest; `None` if it wrote nothing there."""
     return manifest_kind(_manifest(folder))
 
 
 def manifest_kind(manifest: str | None) -> str | None:
-    """What the project wrote, by the text of a manifest; `None` for a text that is none."""
+    """The kind in a manifest's text; `None` for a text that is no manifest."""
     try:
         return str(json.loads(manifest or "")["kind"])
     except (ValueError, KeyError, TypeError):

@@ -133,8 +133,8 @@ def run_planned(
     drafts: Decoder | None = None,
     watch: Watch | None = None,
 ) -> PlainRun:
-    """Decode one request to its end, behind what the rows of `prefix` store; `watch` is called after each forward,
-    before its logits are used. `drafts` is the model of rows that draft, if it is another one."""
+    """Decode one request to its end, behind the tokens that the rows of `prefix` store. `watch` is called after each
+    forward, before its logits are used. `drafts` is the model of rows that draft, if that is another model."""
     device = model.lm_head.weight.device
     cache = ContiguousCache(model, num_lanes=decoder.num_lanes, length=decoder.length)
     if prefix:
@@ -204,7 +204,7 @@ def multi_bd(
     cache = ContiguousCache(model, num_lanes=1, length=span)
     vocab = Vocab(model.config.mask_token_id, model.config.vocab_size)
     hidden, hidden_start = torch.zeros(0), 0  # the last forward's hidden states, and its first position
-    last_hidden: Tensor | None = None  # that of the last committed position, for a model with shifted logits
+    last_hidden: Tensor | None = None  # the last committed position's, for a model with shifted logits
 
     def forward(ids: list[int], start: int, weights: list[float] | None = None) -> Tensor:
         nonlocal hidden, hidden_start, last_hidden
@@ -255,7 +255,7 @@ def multi_bd(
 def run_edits(
     model: Decoder, prompt: list[int], max_tokens: int, config: DecodingConfig, *, ignore_eos: bool = False
 ) -> PlainRun:
-    """LLaDA2.2's decoding; the forward that a block's final tokens go into stores it."""
+    """LLaDA2.2's decoding; the forward that takes a block's final tokens stores the block."""
     device, size = model.lm_head.weight.device, config.block_size
     sizes = model.config
     assert sizes.edit_token_ids is not None, "the model has no tokens that edit"
@@ -288,8 +288,8 @@ def run_renoise(
     watch: Callable[[RenoisingDecoder, CanvasReading], None] | None = None,
 ) -> PlainRun:
     """DiffusionGemma's decoding without a cache: every forward computes the prompt, the finished canvases and the one
-    under way. `first` are a first canvas and the logits that condition it; `watch` is called with what each forward
-    says, before it is used."""
+    under way. `first` are a first canvas and the logits that condition it; `watch` is called with each forward's
+    reading, before it is used."""
     c, device = model.config, model.lm_head.weight.device
     vocab = Vocab(c.mask_token_id, c.vocab_size)
     decoder = RenoisingDecoder(request, eos_token_ids=c.eos_token_ids, vocab=vocab, noise=noise)
@@ -318,12 +318,12 @@ def run_renoise(
 
 
 class CanvasAttention:
-    """`Attend` of known tokens in order and of a canvas behind them, layers with a window included, as masks say."""
+    """`Attend` of known tokens in order and of a canvas behind them, by a mask; layers may have a window."""
 
     def __init__(self, model: Decoder, start: int, stop: int) -> None:
         i = torch.arange(stop, device=model.lm_head.weight.device)
         own = torch.where(i < start, i, stop - 1)  # the last key that each token sees
-        first = torch.where(i < start, i, start)  # the one behind those that its window is of
+        first = torch.where(i < start, i, start)  # a window is counted back from here
         self._config = model.config
         self._masks = {
             window: (i <= own[:, None]) & (i > (-1 if window is None else first[:, None] - window))

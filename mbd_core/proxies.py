@@ -1,7 +1,7 @@
-"""Proxies of the environment: never before addresses of our own, and named where a request to elsewhere fails.
+"""Proxies of the environment: never before our own addresses, and named where a request to another machine fails.
 
 `http_proxy`, `https_proxy` and `all_proxy`, in small letters or capitals, send requests to a proxy. `no_proxy` lists
-the hosts that are asked directly; where it lacks loopback, most libraries ask the proxy for that too.
+the hosts that are asked directly; if it lacks loopback, most libraries ask the proxy for loopback too.
 """
 
 import ipaddress
@@ -40,7 +40,7 @@ def is_own(url: str) -> bool:
 
 @cache
 def _own_addresses() -> frozenset[str]:
-    """This machine's name and its IPv4 addresses. Some clients cannot read others in `no_proxy`."""
+    """This machine's name and its IPv4 addresses. Some clients cannot read other forms in `no_proxy`."""
     import psutil  # imported here: only where there is a proxy, or a URL to judge
 
     addresses = [address for interface in psutil.net_if_addrs().values() for address in interface]

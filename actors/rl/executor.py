@@ -112,8 +112,8 @@ class LearnerActor:
         return self.state.update(answers)
 
     def weights(self) -> tuple[dict[str, Tensor] | None, None]:
-        """The gathered weights on the first worker, `None` on others; and a `None` whose reference is ready at the
-        end."""
+        """The gathered weights on the first worker, `None` on others. The second value is `None`; its reference is
+        ready when the call has ended."""
         weights = self.state.learner.weights()
         return weights if self._workers.is_first else None, None
 
@@ -321,7 +321,7 @@ class RayRLExecutor:
         workers, which may wait for the failed one. If a process was lost, all workers are killed, and `LearnerLost` is
         raised.
 
-        The others of a lost process may fail before Ray says that it is lost: a `RuntimeError` waits for that.
+        Workers beside a lost process may fail before Ray reports the loss, so a `RuntimeError` waits for Ray's report.
         """
         waiting = list(references)
         try:
@@ -347,7 +347,7 @@ class RayRLExecutor:
 
 
 def _lost_process(waiting: Sequence[Any]) -> RayActorError | None:
-    """The error of a call whose process was lost, which Ray may say some time after another process has failed."""
+    """The error of a call whose process was lost. Ray may report it some time after another process has failed."""
     deadline = time.monotonic() + LOST_SECONDS
     left = list(waiting)
     while left and (seconds := deadline - time.monotonic()) > 0:

@@ -147,7 +147,7 @@ ENGINE_MEASURES: tuple[ExportedMeasure[EngineMeasures], ...] = (
     ExportedMeasure(
         "sequence_forwards",
         "counter",
-        "forwards, each as often as sequences took part in it: the sum of the requests' NFE. Over "
+        "forwards, each counted once for each of its sequences: the sum of the requests' NFE. Over "
         "`ray_mbd_forward_passes_total` it is the mean batch",
         lambda m: m.counts.sequence_forwards,
     ),

@@ -33,7 +33,7 @@ from mbd_core.trace.recorder import TraceRecorder
 log = logging.getLogger("ray.serve")
 
 TRACE_ROWS_PER_FILE, TRACE_FILES = 20_000, 64
-GATEWAY_CPUS = 0.1  # of a gateway, which waits most of the time; each replica leaves as much, so that both find room
+GATEWAY_CPUS = 0.1  # of a gateway, which waits most of the time; each replica takes that much less, to leave room
 GATEWAY_BUNDLE = {"CPU": GATEWAY_CPUS}  # nodes with room for it, so for any process of an application
 STOP_SECONDS = 10.0  # time for a replica to stop after its last request
 PREFIX_TOKENS = 16  # page size for routing, if the engine chooses its own page size

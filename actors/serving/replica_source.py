@@ -64,7 +64,7 @@ def our_errors() -> Iterator[None]:
     except TaskCancelledError as error:  # Serve's `RequestCancelledError` is one
         raise asyncio.CancelledError from error
     except BackPressureError as error:
-        raise TooManyRequests("as many requests wait as may wait; try again later") from error
+        raise TooManyRequests("the queue of requests is full; try again later") from error
     except RayTaskError as error:
         if isinstance(error.cause, TaskCancelledError):
             raise asyncio.CancelledError from error

@@ -124,8 +124,8 @@ class Agreement:
     ) -> list[dict[str, Any]]:
         """A row for each rate, in sessions a second of the clock.
 
-        A load for the fit runs before each compared one and after the last. The two beside a compared run give its
-        step model, since a shared machine is not always as fast.
+        A load for the fit runs before each compared load and after the last. The two fits around a compared load give
+        its step model, because the speed of a shared machine varies.
         """
         model = self.model()
         loads, runs = [self._for_fit(model, SEED_OF_FIT)], []
@@ -180,7 +180,7 @@ class Agreement:
 
 
 def _beside(measured: Served, predicted: Served) -> dict[str, Any]:
-    """Both runs' numbers, and the predicted over the measured ones."""
+    """Both runs' numbers, and each predicted number over the measured number."""
     sides = [
         {
             "ttft": row["ttft_mean"],

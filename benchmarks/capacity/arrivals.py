@@ -1,7 +1,7 @@
 """Arrivals on engines that keep their own time: each request's replica, and its wait.
 
-A clock that only the engines move: a step begins when the one before has ended, with all requests that have come by
-then, and its results count when its seconds are over. So a simulated engine and a real one, whose steps are timed, are
+Only the engines move the clock. A step begins when the step before it has ended, with all requests that have arrived
+by then. Its results count when its seconds are over. So a simulated engine and a real one, whose steps are timed, are
 driven by the same loop.
 """
 

@@ -68,9 +68,9 @@ def host_tier_rows(
 ) -> Iterator[dict[str, Any]]:
     """For each shape and length: a session's pages computed anew beside a copy of them from the host's memory.
 
-    `live` is the number of sessions that are between two turns when a replica serves turns as fast as it can with all
-    of their pages at hand; more than `fit` fall out. Then each turn computes its whole context anew, or copies it. The
-    copy is counted as if nothing ran beside it. The rates hold for a batch of eight.
+    `live` is the number of sessions between two turns, if a replica with all their pages at hand serves turns as fast
+    as it can. Sessions beyond `fit` lose their pages. Then each turn computes its whole context anew, or copies it.
+    The copy is counted as if nothing ran beside it. The rates hold for a batch of eight.
     """
     for deployment, lengths in cases:
         place = gpu_place(deployment)
@@ -128,10 +128,10 @@ def pool_rows(
 ) -> Iterator[dict[str, Any]]:
     """For each shape and length: replicas that do both, beside a pool that stores prompts and hands pages on.
 
-    Both ways answers are to come at `speed` tokens a second, and of each prompt the share `found` is in a cache. A
-    step that stores a prompt beside others takes `max_step_seconds` at most. The numbers are replicas for one request
-    a second, and prompts fill at most `MOST_QUEUED` of the time; what a link takes for the new part is added to the
-    time to first tokens. Where the found part lies is not counted: the pool that stores needs it too.
+    In both, answers come at `speed` tokens a second, and a cache holds the share `found` of each prompt. A step that
+    stores a prompt beside others takes `max_step_seconds` at most. The numbers are replicas for one request a second,
+    and prompts fill at most `MOST_QUEUED` of the time; the time to send the new part over a link is added to the time
+    to first tokens. The time to fetch the found part is not counted, because the storing pool needs it too.
     """
     for deployment, lengths in cases:
         place = gpu_place(deployment)

@@ -58,8 +58,9 @@ def run_capacity(
     """How many replicas a load needs on a chip, with which buffer and batch, and what memory they take.
 
     A row for each buffer size: the batch at which the fewest replicas meet the limits, and the term of a step that a
-    larger one would wait for. The steps are computed from the roofline, a data sheet and estimates of what an engine
-    adds to them, on a CPU from measured steps. benchmarks/capacity/README.md has the model. None of it ran on a GPU.
+    larger batch would wait for. Steps on a GPU are computed from the roofline, a data sheet and estimates of the
+    engine's own part; steps on a CPU are measured. benchmarks/capacity/README.md has the model. None of it ran on a
+    GPU.
     """
     if json is not None:
         check_new_file(json)
@@ -109,9 +110,9 @@ def run_arrivals(
 ) -> None:
     """Arrivals on simulated replicas: the real router, admission and scheduler, with computed steps and their clock.
 
-    A row for each number of replicas: time to first tokens, tokens a second of a request from its arrival to its end,
-    and of all together; what prefix caches held, and the term that most of the steps' time waits for. The same seed
-    gives the same rows. What a gateway and HTTP add is not in them.
+    A row for each number of replicas: time to first tokens, tokens a second of a request (from its arrival to its end)
+    and of all requests together, the share of prompts that prefix caches held, and the term that most of the steps'
+    time waits for. The same seed gives the same rows. What a gateway and HTTP add is not in them.
     """
     from benchmarks.capacity.arrivals import COLUMNS, Simulated, serve
     from benchmarks.capacity.counted_blocks import rate_for
@@ -181,7 +182,8 @@ def run_beyond(
     """Where pages beyond a replica's GPUs would pay, for the released shapes and the prompts of agents.
 
     The first table: pages that fell out of the GPUs' memory are copied back from the host's, or computed anew. The
-    second: a pool of replicas stores prompts and hands the pages to others that decode, or each replica does both.
+    second: a pool of replicas stores prompts and hands the pages to other replicas, which decode; or each replica does
+    both.
     """
     if json is not None:
         check_new_file(json)
@@ -236,8 +238,8 @@ def run_agreement(
 
     The real engine's steps are timed in seconds of the processor, and its clock stands still between them, so that
     other work on the machine counts little. The step model is fitted to other loads, before and after each compared
-    one. The exit code is 1 if a predicted mean time to first tokens, tokens a second or number of steps is more than
-    15 % away; the p90 of few requests is shown alone.
+    load. The exit code is 1 if a predicted mean time to first tokens, tokens a second or number of steps is more than
+    15 % away; the p90 is only shown, because the requests are few.
     """
     import torch
 

@@ -39,7 +39,7 @@ class CountedBlock:
 class FillRate:
     """Tokens that an active block accepts in a forward, on average.
 
-    forced  by the fallback alone: only the first block and those behind an almost complete one accept any
+    forced  blocks accept by the fallback alone: only the first block, and a block behind an almost complete block
     """
 
     tokens: float
@@ -55,7 +55,7 @@ class FillRate:
 
 @dataclass
 class CountedRow:
-    """One sequence's blocks in the buffer, the first of which begins at position `start`."""
+    """One sequence's blocks in the buffer; the first block begins at position `start`."""
 
     start: int
     end: int

@@ -126,13 +126,13 @@ MOST_QUEUED = 0.9  # share of its time in which prompts may wait to be stored
 
 
 def plans(place: Place, demand: Demand, decoding: DecodingConfig, rate: FillRate) -> Iterator[dict[str, Any]]:
-    """What each batch gives, as the mean number of decoding sequences.
+    """A row for each batch, a mean number of decoding sequences.
 
-    A step of `batch` sequences takes s seconds, a request p seconds for the n chunks of its prompt and F forwards. So
-    a replica serves r = 1 / (p + F s / batch) requests a second, and between two decoding steps lie 1 / (1 - r p)
-    times s. Each chunk stands before a decoding step, so prompts are stored one after the other in n s + p seconds
-    each: a queue with one server, random arrivals and equal service times. Rows are three standard deviations above
-    the mean of the batch, and all of them must fit.
+    A step of `batch` sequences takes s seconds. A request takes p seconds for the n chunks of its prompt, and F
+    forwards. So a replica serves r = 1 / (p + F s / batch) requests a second, and s / (1 - r p) seconds lie between
+    two decoding steps. Each chunk stands before a decoding step, so a prompt is stored in n s + p seconds, one prompt
+    after the other: a queue with one server, random arrivals and equal service times. The number of rows is three
+    standard deviations above the mean of the batch, and all rows must fit.
     """
     answer = counted_answer(rate, decoding, length=demand.output)
     tokens_each = demand.context + demand.output + decoding.buffer_size * place.config.block_size

@@ -1,8 +1,8 @@
 """The real engine without a model: its steps take a step model's seconds, and blocks fill at a given rate.
 
 Admission, scheduler, pages, seating, ledger and collector are the engine's own. Its tensors lie on torch's meta
-device, which has shapes and no memory, so that a thousand engines are nothing. In the forward's place stands a count:
-how many positions of each resident block are open (`counted_blocks.py`).
+device, which has shapes and no memory, so a thousand engines take little. Instead of a forward, it counts the open
+positions of each resident block (`counted_blocks.py`).
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class SimulatedEngine(Engine):
         size, num_slots, num_rows = self.block_size, self.buffer.num_slots, plan.kind.num_rows
         report_X = np.zeros(num_rows * report_width(num_slots, size))
         report = unpack_report(report_X, num_slots=num_slots, block_size=size)
-        report.storing_only_R[:] = 1  # as a row without blocks is
+        report.storing_only_R[:] = 1  # as in a row without blocks
         num_blocks = num_open = scores = kv_tokens = 0
         for row, sequence in plan.decoding.items():
             name, decoding = sequence.request.request_id, sequence.request.decoding

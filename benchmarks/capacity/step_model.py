@@ -27,7 +27,7 @@ CPU = "cpu"
 class Work:
     """What one forward carries.
 
-    live_tokens   tokens of which something is read afterwards: the others choose no expert
+    live_tokens   tokens whose outputs are read afterwards; only these choose experts
     scores        pairs of a query and a key that it attends to
     kv_tokens     tokens whose keys and values are read or written
     logit_tokens  positions with logits
@@ -164,7 +164,7 @@ class Deployment:
     score_share: Annotated[float, Gt(0), Le(1)] = 0.4
     """The same in attention."""
     node_us: Annotated[float, Ge(0)] = 5.5
-    """Microseconds between the end of a graph's kernel and the next one's begin."""
+    """Microseconds from the end of a graph's kernel to the beginning of the next."""
     launch_us: Annotated[float, Ge(0)] = 10.0
     """The same where the host launches each kernel."""
     host_ms: Annotated[float, Ge(0)] = 0.2
@@ -241,7 +241,8 @@ class Deployment:
         return budget - self.cost().stored_bytes - self.activation_bytes
 
     def check_memory(self, tokens: int) -> None:
-        """Raise `ValueError` unless the weights and `tokens` of keys and values fit; it names one that fits."""
+        """Raise `ValueError` unless the weights and the keys and values of `tokens` fit. The message says what would
+        fit."""
         if self.page_bytes >= tokens * self.cost().kv_token_bytes:
             return
         need = self.cost().stored_bytes + self.activation_bytes + tokens * self.cost().kv_token_bytes

@@ -52,7 +52,14 @@ class ConversationTraffic:
 
 @dataclass(frozen=True, kw_only=True)
 class Fleet:
-    """replicas; events: (second, "kill" or "add"); tokens of a replica's pages; a stored token's seconds, a turn's."""
+    """The replicas at the beginning, and their changes.
+
+    events          (second, "kill" or "add")
+    cache_tokens    tokens that a replica's pages hold
+    token_seconds   seconds to store a token
+    answer_seconds  seconds of an answer
+    balance         requests under way that a preferred replica may have more than another
+    """
 
     replicas: int = 4
     events: tuple[tuple[float, Literal["kill", "add"]], ...] = ()
@@ -193,7 +200,7 @@ class Simulation:
 def affinity_rows(
     traffic: ConversationTraffic, fleet: Fleet, *, routers: Sequence[RouterName] = ("prefix", "two choices")
 ) -> list[dict[str, Any]]:
-    """The same traffic over a steady fleet and over one with `fleet`'s events, by each router."""
+    """The same traffic over a steady fleet, and over a fleet with `fleet`'s events, by each router."""
     steady = Fleet(**{**vars(fleet), "events": ()})
     fleets = [steady] if not fleet.events else [steady, fleet]
     return [Simulation(traffic, of, router).run() for of in fleets for router in routers]

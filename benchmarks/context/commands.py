@@ -30,18 +30,22 @@ def run_context(
         tuple[Annotated[int, Ge(1)], ...],
         Flag("Stored tokens behind which the host's work is measured.", DATA, commas=True),
     ] = (2048, 8192, 32768, 131072),
-    steps: Annotated[int, Ge(4), Flag("Steps of each length there.", DATA)] = 100,
+    steps: Annotated[int, Ge(4), Flag("Steps of that measurement, for each length.", DATA)] = 100,
     gap: Annotated[int, Ge(1), Flag("Tokens of the prompt that comes while others decode.", DATA)] = 4096,
     streams: Annotated[int, Ge(1), Flag("Requests that decode meanwhile.", DATA)] = 2,
     max_step_seconds: Annotated[
-        float | None, Gt(0), Flag("The engine's limit there (default: its own), beside none.", ENGINE)
+        float | None,
+        Gt(0),
+        Flag("The engine's limit in the runs with a gap, compared with no limit (default: its own).", ENGINE),
     ] = None,
     counted: Annotated[tuple[str, ...], Flag("Released shapes whose prompts are counted.", MODEL, commas=True)] = (
         "sdar-8b",
         "llada2-mini",
         "llada2-flash",
     ),
-    counted_length: Annotated[tuple[Annotated[int, Ge(1)], ...], Flag("Tokens of these.", DATA, commas=True)] = (
+    counted_length: Annotated[
+        tuple[Annotated[int, Ge(1)], ...], Flag("Tokens of counted prompts.", DATA, commas=True)
+    ] = (
         2048,
         16384,
         131072,
@@ -54,8 +58,8 @@ def run_context(
 
     storing: one prompt, beside the bare forward of the same chunks, the machine's floor, a block a forward, and the
     plain loop. decoding: a step behind keys at random. host: the host's part of a step and the hashes of a prefix, by
-    depth. gap: the events of streams while a prompt is stored, with a limit of a step and without. counted: released
-    shapes, not run; the defaults are an H100's data sheet.
+    depth. gap: the events of streams while a prompt is stored, with and without a limit on a step's seconds. counted:
+    released shapes, not run; the defaults are an H100's data sheet.
     """
     import torch
 
@@ -116,9 +120,9 @@ def run_turns(
     """A conversation's next turn: what is found of the last answer, and what a turn costs beside a cold start.
 
     The first table has the share of an answer's tokens that the next turn finds again, for the chat templates of 21
-    families: where the answer was cut into tokens as the tokenizer cuts it, where it was not, and where its
-    `token_ids` are sent back. The second serves one conversation to an engine that has seen the turns before, and in
-    turn with it to one that has not. The shape's positions are raised to what the conversation needs.
+    families: for answers cut into tokens as by the tokenizer, for answers cut otherwise, and for answers whose
+    `token_ids` are sent back. The second serves one conversation to two engines in turn: one has seen the turns
+    before, the other has not. The shape's positions are raised to what the conversation needs.
     """
     import torch
 

@@ -256,7 +256,7 @@ def plain_seconds(model: Decoder, length: int, clock: Callable[[], float]) -> fl
 
 
 def decoding_row(model: Decoder, length: int) -> dict[str, Any]:
-    """A step of two slots behind `length` keys at random, which were not stored by a forward."""
+    """A step of two slots behind `length` random keys, which no forward stored."""
     config, weight = model.config, model.lm_head.weight
     clock = seconds_clock(weight.device)
     machine = measure_machine(weight.device, weight.dtype, clock)
@@ -294,9 +294,7 @@ def host_rows(lengths: Sequence[int], *, steps: int) -> list[dict[str, Any]]:
     for engine in engines.values():
         while not bool(engine.buffer.resident_RN.all()):
             engine.step()
-    with (
-        ExitStack() as stack
-    ):  # without forwards between steps, whose keys would evict the host's data from the caches
+    with ExitStack() as stack:  # no forwards between steps: their keys would evict the host's data from the caches
         for engine in engines.values():
             stack.enter_context(without_forward(engine.runner))
         for _ in range(steps):
@@ -361,7 +359,7 @@ def gap_row(model: Decoder, length: int, *, streams: int, limit: float | None) -
         engine.add(long_request(config, config.block_size, max_tokens=budget, name=f"stream {number}"))
     while not bool(engine.buffer.resident_RN[:streams, :2].all()):
         engine.step()
-    # steps of whole blocks: the first ones of a stream have one slot, and half the work of the others
+    # steps of whole blocks: the first steps of a stream have one slot, and half the work of later steps
     quiet = statistics.median(timed(engine.step, clock) for _ in range(2 * config.block_size))
     for name, number in (("learns", min(length, 1024)), ("long", length)):
         # The first prompt teaches the engine what a block costs here, as a server's first requests do.

@@ -54,8 +54,8 @@ PROMPT_LIMIT = 1 << 16
 
 
 def form_tokenizer(form: ChatForm) -> PreTrainedTokenizerBase:
-    """A byte-level tokenizer with merges, which keeps the form's control tokens whole; thoughts are marked by tokens
-    that are text."""
+    """A byte-level tokenizer with merges, which keeps the form's control tokens whole. `<think>` and `</think>` are
+    tokens of ordinary text."""
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(_learned_tokenizer()),
         mask_token=SDAR_TOKENS.mask,
@@ -74,8 +74,8 @@ def _learned_tokenizer() -> str:
 
 
 def cut_otherwise(tokenizer: PreTrainedTokenizerBase, text: str, rng: random.Random) -> list[int]:
-    """Tokens that spell `text` and of which some are shorter than the tokenizer's, as written by a decoder that fills
-    positions in any order."""
+    """Tokens that spell `text`, some of them shorter than the tokenizer's. A decoder that fills positions in any order
+    writes such tokens."""
     ids: list[int] = []
     for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
         piece = decode_text(tokenizer, [token])

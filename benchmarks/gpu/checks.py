@@ -214,7 +214,8 @@ def _waits_are_errors() -> Iterator[None]:
 
 
 def kernel_rows(device: torch.device, *, small: bool) -> Iterator[CheckRow]:
-    """Each kernel beside its definition: name, size, largest error. Raises `CheckFailed` behind them if one is off."""
+    """Each kernel beside its definition: name, size, largest error. After the last row, raises `CheckFailed` if a
+    kernel is off."""
     checks: tuple[Callable[..., CheckRow], ...] = (
         _attention_row,
         _long_attention_row,
@@ -237,7 +238,7 @@ def kernel_rows(device: torch.device, *, small: bool) -> Iterator[CheckRow]:
 
 
 def _row(kernel: str, size: str, result: Tensor, expected: Tensor, *, rtol: float, atol: float) -> CheckRow:
-    """`found` beside `wanted`; both errors are allowed in sum, as in `torch.testing.assert_close`."""
+    """`result` beside `expected`; the error may be the sum of both tolerances, as in `torch.testing.assert_close`."""
     error = (result.float() - expected.float()).abs()
     right = bool(result.isfinite().all()) and bool((error <= atol + rtol * expected.float().abs()).all())
     return {"kernel": kernel, "size": size, "largest_error": float(error.max()), "right": right}

@@ -2,8 +2,8 @@
 
 Each call takes less than nine minutes. Every section runs in its own process with a time limit, so that a hanging or
 failing section loses only its unfinished rows. The first section of part 1 ends the part if it fails. DIR gets one
-JSON file and one Markdown file a part, written anew after each section. No network is needed, and of this package's
-dependencies few (docs/reference/gpu.md). `--toy` runs all of it on a CPU at toy sizes.
+JSON file and one Markdown file a part, written anew after each section. It needs no network, and few of this package's
+dependencies (docs/reference/gpu.md). `--toy` runs all of it on a CPU at toy sizes.
 """
 
 import argparse

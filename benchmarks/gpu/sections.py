@@ -46,9 +46,9 @@ TableRow = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Day:
-    """Where the sections run, at which sizes, and the folder in which one leaves files for a later one.
+    """The device and the sizes of all sections, and the folder in which a section leaves files for later sections.
 
-    chip  the data sheet that steps have their budgets from, `None` where it is not known
+    chip  the data sheet from which steps get their budgets; `None` if it is not known
     """
 
     device: torch.device
@@ -73,7 +73,7 @@ class Day:
 
 
 def gpu_day(device: torch.device, out: Path) -> Day:
-    """The sizes for a GPU, and its budgets by the name that it gives."""
+    """The sizes for a GPU, and its budgets by the device's name."""
     return Day(device=device, out=out, chip=chip_of(device_name(device)))
 
 
@@ -146,10 +146,11 @@ def graphs(day: Day) -> Iterator[TableRow]:
 def steps(
     day: Day, *, shape: str, rows: int, parts: Fp8Parts | None = None, eager: bool = False, uniform: bool = True
 ) -> Iterator[TableRow]:
-    """The step of one shape at every prefix and buffer; with `eager` once more without graphs. Then what each of them
-    runs on the device: a profiler that was on once may slow what is timed after it.
+    """The step of one shape at every prefix and buffer; with `eager` once more without graphs. Then the kernels that
+    each step runs: the profiler comes last, because it may slow everything that is timed after it.
 
-    With experts the routing is uniform, since a random router's touches few of them; without `uniform` it is its own.
+    The routing to experts is uniform, because a random router chooses few experts; without `uniform` it is the
+    router's own.
     """
     cases = [
         StepCase(rows=rows, buffer_size=n, prefix=prefix, steps=day.steps)
@@ -219,7 +220,7 @@ def _tiles_in_use(moe: MoEConfig, tokens: int, size: int) -> experts_triton.Expe
 
 
 def _nodes_row(day: Day, shape: str, model: Decoder, case: StepCase) -> TableRow:
-    """What one step of a case runs on the device."""
+    """The kernels that one step of a case runs on the device."""
     engine = filled_engine(model, case)
     for _ in range(4 * day.steps if day.on_gpu else 2):
         engine.step()
@@ -283,7 +284,7 @@ def tile_sweep(day: Day) -> Iterator[TableRow]:
             layer = moe_layers(route_uniformly(model, num_tokens=TOKEN_COUNTS[-1]))[0]
             x_TD = torch.randn(tokens, config.hidden_size, device=day.device, dtype=day.dtype)
             row = _best_tiles(day, layer, config.moe, x_TD, size)
-            with (day.out / TILES_FILE).open("a") as file:  # at once: a later one may fail, or take too long
+            with (day.out / TILES_FILE).open("a") as file:  # at once: a later search may fail, or take too long
                 file.write(json.dumps(row) + "\n")
             yield row
 

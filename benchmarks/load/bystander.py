@@ -1,4 +1,4 @@
-"""A bystander's latency while a crowd attacks, as a ratio to its quiet one in the same run; and the servers'
+"""A bystander's latency while a crowd attacks, as a ratio to its latency in quiet in the same run; the servers'
 memory."""
 
 import asyncio
@@ -62,7 +62,7 @@ class Bystander:
     """Seconds of short requests, from their sending to their end, in quiet and beside the crowd's.
 
     num_ended     the crowd's requests that ended meanwhile
-    crowd_errors  the kinds of failures among them: what is refused loads a server as well
+    crowd_errors  the kinds of failures among these requests; refused requests load a server as well
     """
 
     quiet: tuple[float, ...]
@@ -83,8 +83,8 @@ class Bystander:
 async def measure_bystander(
     session: aiohttp.ClientSession, target: Target, *, attackers: Attackers, prompt: str, requests: int
 ) -> Bystander:
-    """Send `requests` short ones in quiet, then beside the attackers, in `TURNS` turns. A quiet turn begins when the
-    server has let go of the attackers' last requests.
+    """Send `requests` short requests in quiet, then as many beside the attackers, in `TURNS` turns. A quiet turn
+    begins when the server has let go of the attackers' last requests.
 
     Raises `RuntimeError` where a short request fails, or no request of the crowd ended while it was measured.
     """
@@ -151,7 +151,7 @@ def run(
     The key of OPENAI_API_KEY, if there is one, is sent.
 
     A request that the endpoint refuses after it has looked at it is a load too. The crowd and the bystander are two
-    clients: on a server without keys by their field `user`, on one with keys where --crowd-key names another one.
+    clients: on a server without keys by their field `user`, on a server with keys if --crowd-key names another key.
     """
     if unknown := [name for name in attacks if name not in CHOICES]:
         raise ValueError(f"--attacks {unknown[0]} is unknown; choose among {', '.join(CHOICES)}")

@@ -43,7 +43,7 @@ class Attackers:
     api_key: str | None = None
 
     async def send(self, turn: int, endings: Endings) -> None:
-        """All of them, each one request after the other, until it is cancelled."""
+        """Let each sender send one request after another, until the call is cancelled."""
         async with open_session(seconds=self.seconds, api_key=self.api_key) as session:
             senders: list[Awaitable[None]] = [
                 _send_headers(self.url, endings)
@@ -129,7 +129,7 @@ async def _send_headers(url: str, endings: Endings) -> None:
             reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
             reading = asyncio.ensure_future(reader.read(4096))
             task = asyncio.ensure_future(_write_headers(writer))
-            try:  # it may answer before all is sent
+            try:  # the server may answer before all is sent
                 await asyncio.wait({task, reading}, return_when=asyncio.FIRST_COMPLETED)
                 answer = await reading
             finally:

@@ -20,12 +20,13 @@ class ArgumentReader(Protocol):
     has_ended: bool
 
     def read(self, text: str) -> tuple[str, int]:
-        """The JSON that the beginning of `text` adds, and the length of that beginning, which is not given again."""
+        """The JSON that the beginning of `text` adds, and the length of that beginning. The next call gets the text
+        after it."""
         ...
 
 
 def argument_reader(arguments: Arguments, schema: Mapping[str, Any], *, ends_at: str) -> ArgumentReader:
-    """A reader of one call's arguments; `schema` is theirs, and `ends_at` the text that follows them."""
+    """A reader of one call's arguments; `schema` is their JSON schema, and `ends_at` the text that follows them."""
     if isinstance(arguments, JsonArguments):
         return _ObjectReader()
     if isinstance(arguments, TaggedArguments):
@@ -105,7 +106,7 @@ class _TaggedReader:
 def value_json(text: str, kinds: frozenset[Kind]) -> str:
     """The JSON of a value that a form shows without quotes, where its schema admits values of these kinds.
 
-    A text that is JSON of an admitted kind is that value. Any other text is a string, if one is admitted.
+    A text that is JSON of an admitted kind is that value. Any other text is a string, if strings are admitted.
     """
     shown = text.strip()
     shown = WORDS.get(shown, shown)

@@ -152,7 +152,7 @@ class CallForm:
 
     def call(self, name: str, arguments: Mapping[str, Any], *, call_id: str = "") -> str:
         """The text of one call."""
-        # arguments may hold the character of `ID`: texts that spell a control token are masked by such ones
+        # arguments may hold the character of `ID`: masked texts have such characters
         middle, tail = (part.replace(ID, call_id) for part in (self.middle, self.tail))
         return f"{self.head}{name}{middle}{self.arguments.written(arguments)}{tail}"
 

@@ -35,7 +35,7 @@ class CallReader:
     def __init__(self, form: CallForm, functions: Mapping[str, Mapping[str, Any]], *, text_has_form: bool = False):
         """`functions` holds the JSON schema of each function's arguments.
 
-        With `text_has_form`, an answer that does not begin with a call of one of them is text, all of it: a text of a
+        With `text_has_form`, an answer that begins with no call of these functions is all text, because a text of a
         JSON schema may begin with the same mark as a call.
         """
         self._form, self._functions = form, functions
@@ -123,7 +123,7 @@ class CallReader:
         return "", {"function": {"arguments": json_part}} if json_part else {}
 
     def _between(self, ends: bool) -> tuple[str, dict[str, Any]] | None:
-        """Skips the end of a call, up to the name of the next one or to the end of all."""
+        """Skips the end of a call, up to the name of the next call or to the end of all calls."""
         form = self._form
         if self._place == "tail":
             tail = self._tail.match(self._buffer)
@@ -155,7 +155,7 @@ def _pattern(text: str) -> str:
 
 
 def _beginnings(form: CallForm) -> list[str]:
-    """The texts of which one follows a function's name and `middle`; none for JSON, which `middle` announces."""
+    """The texts that may follow a function's name and `middle`; none for JSON, which `middle` announces."""
     if isinstance(form.arguments, TaggedArguments):
         return [form.arguments.key_begin, form.tail]
     return [form.arguments.begin] if isinstance(form.arguments, LiteralArguments) else []

@@ -17,7 +17,7 @@ Render = Callable[..., str]
 """Renders turns, with `tools` and `add_generation_prompt` by name. Raises any error of the template."""
 
 SHAPE_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""What a chat template raises, beside its own `TemplateError`, for values in a shape that it does not take."""
+"""The errors that a chat template raises, beside its own `TemplateError`, for values of a wrong shape."""
 
 SAID = "Let me look"
 PROBES = (("probe_first", {"city": "Rome", "days": [2, 3]}), ("probe_second", {"city": "Oslo", "days": [4]}))
@@ -89,7 +89,7 @@ def _found(text: str, form: CallForm, number: int) -> CallForm | None:
 
 
 def _with_text(render: Render, form: CallForm) -> CallForm:
-    """The form with what the template does to a text beside calls."""
+    """The form with the template's treatment of a text beside calls."""
     number = 2 if form.several else 1
     text = _shown(render, number, content=SAID, json_text=form.json_text, null_text=form.null_text)
     _, shows, after = text.rpartition(SAID)

@@ -114,7 +114,7 @@ class Constants:
 
 
 def without_beginning(beginning: str) -> str:
-    """A regular expression for all texts that do not begin so."""
+    """A regular expression for all texts that do not begin with `beginning`."""
     options = [""]
     for number, letter in enumerate(beginning):
         options.append(f"{_regex(beginning[:number])}[^{_regex(letter)}](?s:.*)")

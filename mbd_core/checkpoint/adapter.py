@@ -1,9 +1,8 @@
 """Reads LoRA adapters in PEFT's layout: a folder with adapter_config.json and adapter_model.safetensors.
 
 The tensors have the names of the Hugging Face model that PEFT wrapped: `base_model.model.<module>.lora_A.weight` and
-`lora_B.weight`, with the module names of the family. Trainers that write the state of a sharded or compiled model
-leave other spellings of these names (`_module_of`). A setting that changes the adapter's result and is not supported
-here is refused by its name.
+`lora_B.weight`, with the module names of the family. Trainers of sharded or compiled models may write other spellings
+of these names (`_module_of`). An unsupported setting that changes the adapter's result is refused by its name.
 """
 
 import math
@@ -76,9 +75,8 @@ def _has_ar_mode(folder: Path, config: ModelConfig) -> bool:
 
 
 def read_changes(folder: Path, config: ModelConfig) -> dict[str, Callable[[], Tensor]]:
-    """What the adapter in `folder` adds to each weight that it adapts, by the weight's name in the checkpoint.
-
-    A change is computed where it is asked for, in float32. Raises `ValueError` as `read_adapter` does.
+    """The changes that the adapter in `folder` adds to weights, by the weight's name in the checkpoint. Each function
+    computes its change when it is called, in float32. Raises `ValueError` as `read_adapter` does.
     """
     rank, scale = _settings(folder)
     factors = _read_factors(folder, config, _whole_shapes(config, Shard()), rank)
@@ -201,7 +199,8 @@ def _module_of(written: str, stored: Mapping[str, StoredTensor]) -> str | None:
 
 
 def _rename(written: str, factor: str, stored: Mapping[str, StoredTensor]) -> str:
-    """The end of a sentence: the single module name that a longer name ends with, if there is one."""
+    """Advice, the end of a refusal: the key to which the tensor may be renamed, if `written` ends with a module's
+    name."""
     modules = [name.removesuffix(".weight") for name in stored if name.endswith(".weight")]
     ends = [module for module in modules if f".{written}".endswith(f".{module}")]
     return f"; if it is of '{ends[0]}', rename it to '{PREFIX}{ends[0]}.lora_{factor}.weight'" if ends else ""

@@ -340,7 +340,7 @@ def _with_ar_mode(config: ModelConfig, generation: Mapping[str, Any]) -> ModelCo
 
 
 def eos_origin(folder: Path) -> str:
-    """The file that names the EOS ids of `load_config`, and config.json's ids that end no answer."""
+    """A text on the EOS ids of `load_config`: the file that names them, and ids of config.json that end no answer."""
     config, generation = read_json(folder / "config.json"), load_generation_defaults(folder)
     _, family = family_of(config)
     named = (config if family.text is None else flat_config(config, family.text)).get("eos_token_id")

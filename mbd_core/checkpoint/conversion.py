@@ -2,7 +2,7 @@
 
 All layouts store the same decoder tensors (`tensors.py`), so every tensor of the target is assembled from tensors of
 the source, a few in memory at a time. Tensors that the network does not use (`ModelFamily.skipped`) are copied. No
-value is cast, and an adapter that is merged is the one thing that changes a value.
+value is cast, and only a merged adapter changes values.
 """
 
 import json
@@ -184,7 +184,8 @@ def _plan(
 
 
 def _kept(config: ModelConfig, weights: WeightsFolder, beside_weights: Path) -> dict[str, WeightsFolder]:
-    """The tensors to copy, by name: the tensors that the source skips, or its base's if the source has none."""
+    """The folder of each tensor to copy, by the tensor's name: the tensors that the source skips, or its base's if the
+    source has none."""
     skipped = FAMILIES[config.architecture].skipped
     if not skipped:
         return {}

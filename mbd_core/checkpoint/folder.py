@@ -65,8 +65,8 @@ def read_folder(folder: Path) -> ModelFolder:
 
 
 def with_method(defaults: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
-    """A `generation_config.json` with a decoding method: its own, or its family's with the release's settings of
-    it."""
+    """A `generation_config.json` with a decoding method: its own method, or its family's method with the release's
+    settings of that method."""
     family = FAMILIES[config.architecture]
     if set(defaults) & METHOD_FIELDS:
         return dict(defaults)

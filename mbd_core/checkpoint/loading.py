@@ -162,8 +162,8 @@ def refuse_dcp(folder: Path) -> None:
 
 
 def weights_dtype(folder: Path, listed: dict[str, TensorInfo] | None = None) -> torch.dtype:
-    """The dtype in which a folder's weights are loaded where none is asked for: that of its files, or config.json's
-    `dtype` or `torch_dtype` where the files have several. Raises `ValueError` where neither says it."""
+    """The dtype in which a folder's weights are loaded by default: its files' dtype; if the files have several,
+    config.json's `dtype` or `torch_dtype`. Raises `ValueError` if neither says it."""
     listed = list_tensors(folder) if listed is None else listed
     dtypes = {info.dtype for name, info in listed.items() if not name.endswith(FLOAT32_ALWAYS)}
     if len(dtypes) == 1:

@@ -40,7 +40,7 @@ def model_digest(folder: Path) -> str:
 
 
 def _name(file: Path) -> str:
-    """The file's name; a stub's is that of the file at the URL."""
+    """The file's name; for a stub, the name of the file at the URL."""
     return file.name.removesuffix(STUB)
 
 

@@ -9,7 +9,7 @@ Json = Mapping[str, Any]
 Format = Literal["hf", "dcp"]
 # One tensor an expert, a layer's experts stacked, or the decoder's own tensors.
 ExpertLayout = Literal["per_expert", "fused", "decoder"]
-# Whose names a block-diffusion folder made of an autoregressive one has: dllm's A2D or SDAR's.
+# The names in a block-diffusion folder that is made of an autoregressive folder: dllm's A2D's, SDAR's or Fast-dLLM's.
 DiffusionLayout = Literal["a2d", "sdar", "fast-dllm-v2"]
 
 
@@ -34,7 +34,7 @@ class ModelFamily:
     text                the key of config.json under which the text model's settings stand, where they are nested;
                         its layers differ then, and `gemma_keys` has the keys of `GemmaLayers` (`gemma_config.py`)
     skipped             beginnings of the names of tensors that are not computed with: of other modalities. A folder
-                        that is made from theirs has them unchanged
+                        made from such a checkpoint has them unchanged
     names               our module -> the checkpoint's name for it (`{i}` a layer, `{e}` an expert); modules with the
                         same name there are stored in one tensor, one after another
     published           ids of the released vocabulary, for folders whose files leave them out and whose `vocab_size`

@@ -57,7 +57,7 @@ def save_model(
     if model.shard.size > 1:
         raise ValueError(f"rank {model.shard.rank} of {model.shard.size} holds only its part of the model to be saved")
     if quantized_parts(model) is not None:
-        raise ValueError("the model's weights were rounded to FP8; save the one that it was made from")
+        raise ValueError("the model's weights were rounded to FP8; save the model that it was made from")
     config_dtype = dtype or model.model.embed_tokens.weight.dtype
     tensors = (
         (name, tensor.detach().to(torch.float32 if name.endswith(FLOAT32_ALWAYS) else dtype))

@@ -1,4 +1,4 @@
-"""Tensors of a safetensors file at a URL, read by slices as those of `safe_open`."""
+"""Tensors of a safetensors file at a URL, read by slices, as `safe_open` reads a file here."""
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor

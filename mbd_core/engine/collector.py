@@ -36,7 +36,7 @@ class Collector:
     pacer          learns how long each step took, by `clock`; so does `drafting`, if requests may choose to draft
     share, tries   of the guides' decisions for planned rows (`PlannedRuns.update`)
     counts         counts of the steps so far
-    last_report    the last step's report on the sequences that decode in blocks, of the steps that were read
+    last_report    the report of the last step that was read, on the sequences that decode in blocks
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class Collector:
     def _measure(self, step: LaunchedStep) -> None:
         """Tells the pacer how long the step took.
 
-        On a GPU a step of prompts alone may still be under way, as nothing of it is read, and the next step waits for
-        it. Neither of the two is measured.
+        On a GPU a step of prompts alone may still be under way, because the host reads nothing of it, and the next
+        step waits for it. Neither of the two is measured.
         """
         now, decodes = self._clock(), step.report is not None or step.planned is not None
         is_read = decodes or not self._seating.tables_RP.is_cuda

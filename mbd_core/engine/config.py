@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from mbd_core.fields import ENGINE, MODEL, MOST, Flag, Ge, Gt, Le, configuration
 
 Dtype = Literal["auto", "float32", "bfloat16", "int8"]
-"""What an engine computes in. `int8`: products of int8 weights and inputs, the rest float32 (CPUs)."""
+"""The numbers in which an engine computes. `int8`: products of int8 weights and inputs, the rest float32 (CPUs)."""
 LEAST_SLOTS = 4
 """The default number of slots of each batch row, unless the model decodes with more."""
 
@@ -15,9 +15,9 @@ LEAST_SLOTS = 4
 class EngineConfig:
     """The engine's sizes and switches. `None` leaves a choice to the engine.
 
-    A block budget only delays blocks, yet tokens then depend on how busy the engine is, so a request can decline it
-    (`DecodingConfig.adaptive`). With static shapes a step sends all slots (Alg. 5). Otherwise it sends the resident
-    slots (Alg. 4), together with prompts.
+    A block budget only delays blocks. But a request's tokens then depend on the engine's load, so a request can
+    decline the budget (`DecodingConfig.adaptive`). With static shapes a step sends all slots (Alg. 5). Otherwise it
+    sends the resident slots (Alg. 4), together with prompts.
     """
 
     max_rows: Annotated[int, Ge(1)] = 16
@@ -31,14 +31,14 @@ class EngineConfig:
         ),
     ] = None
     block_budget: Annotated[int | None, Ge(1)] = None
-    """Most blocks of all running sequences together: many blocks each when idle, one when saturated. Sequences that
-    draft go on token by token while the budget has no block for each, or while drafts give fewer tokens a second
-    (default: no budget)."""
+    """The most blocks of all running sequences together: many for each sequence in an idle engine, one in a busy
+    engine. Sequences that draft go on token by token while the budget has fewer blocks than sequences, or while drafts
+    give fewer tokens a second (default: no budget)."""
     block_size: Annotated[int | None, Ge(1)] = None
     """Tokens of D2F's blocks, for a model that was trained without blocks (LLaDA, Dream)."""
     max_model_len: Annotated[int | None, Ge(2)] = None
-    """Tokens that a prompt and its answer can have together, at most the model's positions (default: these, or what
-    all pages hold)."""
+    """Tokens that a prompt and its answer can have together, at most the model's positions (default: the model's
+    positions, or fewer if the pages hold fewer)."""
     page_size: Annotated[int | None, Ge(1)] = None
     """Tokens of a page, a multiple of the block size (default: at least 16)."""
     num_pages: Annotated[int | None, Ge(2)] = None
@@ -63,22 +63,24 @@ class EngineConfig:
     overlap: bool | None = None
     """Launch a static step before the previous step's results are read, where that is safe (default: on a GPU)."""
     batch_invariant: bool = False
-    """Compute every request by itself: slower, its numbers are the same, bit for bit, whatever runs beside it."""
+    """Compute every request by itself. This is slower, and a request's numbers are the same, bit for bit, whatever
+    runs beside it."""
     dtype: Dtype = "auto"
-    """float32, bfloat16, int8 (a CPU's products; the rest in float32), or auto: as stored on a GPU; on a CPU bfloat16
-    if it computes it, the weights are stored so, and there are 50 million of them; else float32."""
+    """float32, bfloat16, int8 (a CPU's products; the rest in float32), or auto: on a GPU the dtype of the stored
+    weights; on a CPU bfloat16 if the CPU computes it and at least 50 million weights are stored in it, else
+    float32."""
     attention: Annotated[str | None, Flag(metavar="NAME")] = None
     """The attention kernel (default: the best available kernel); the error for an unknown name lists the kernels."""
     url_weights: Literal["cache", "stream"] = "cache"
     """Safetensors of a model at a URL. cache: downloaded once a machine, sha256 compared; stream: each rank reads its
-    part by range at every start, for machines that start but once; sizes and versions are compared, no sha256."""
+    part by range at every start, for machines that start only once; sizes and versions are compared, no sha256."""
     draft_model: Annotated[str | None, Flag(panel=MODEL, metavar="MODEL", opened_by="workers")] = None
     """A smaller model of the same tokenizer, which drafts in blocks; answers are the model's own, greedy or drawn, in
-    fewer of its forwards (`verified-two-sizes`, then the default decoding). Both share each page."""
+    fewer of its forwards (`verified-two-sizes`, then the default decoding). A page holds the keys of both models."""
     max_adapters: Annotated[int, Ge(0), Flag(name=False)] = 0
     """LoRA adapters that can be loaded at once; 0: none, at no cost."""
     max_rank: Annotated[int, Ge(1), Flag(name=False)] = 16
-    """The largest rank of an adapter; it takes memory for each one."""
+    """The largest rank of an adapter. Each adapter takes the memory of this rank."""
 
     def __post_init__(self) -> None:
         if self.block_budget is not None and self.batch_invariant:
@@ -99,7 +101,7 @@ class EngineConfig:
         return LEAST_SLOTS if self.buffer_size is None else self.buffer_size
 
     def for_decoding(self, buffer_size: int) -> "EngineConfig":
-        """The configuration with a number of slots: the chosen one, else enough for a model that decodes with
+        """The configuration with a number of slots: the chosen number, else enough for a model that decodes with
         `buffer_size`."""
         return replace(self, buffer_size=max(LEAST_SLOTS, buffer_size)) if self.buffer_size is None else self
 

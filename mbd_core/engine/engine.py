@@ -90,7 +90,7 @@ class Engine:
             trace=trace,
         )
         self._num_steps = 0
-        self._unsent_steps: list[StepOutput] = []  # collected between steps, given out by the next
+        self._unsent_steps: list[StepOutput] = []  # collected between steps, given out by the next step
         self._staged_weights: StagedWeights | None = None
         self.weights_version = 0
         """The version of the weights: the number of swaps, or the version that came with the last swap."""

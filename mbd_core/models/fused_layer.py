@@ -223,7 +223,7 @@ def _adjacent(parameters: Sequence[Tensor]) -> bool:
 
 
 def fusible(layer: DecoderLayer) -> bool:
-    """Whether all products of the layer are plain linear layers, not FP8 ones."""
+    """Whether all products of the layer are plain linear layers, none in FP8."""
     attention, mlp = layer.self_attn, layer.mlp
     swiglu = mlp.shared_experts if isinstance(mlp, MoE) else mlp
     products = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]

@@ -11,7 +11,7 @@ from mbd_core.fields import CLUSTER, COMPUTING, DATA, LORA, OUTPUT, UPDATES, Fla
 Precision = Literal["auto", "float32", "bfloat16"]
 OptimizerName = Literal["muon", "adamw"]
 Distillation = Literal["student_teacher", "teacher_student"]
-"""Whose KL divergence from whom: Eq. 3's KL(student || teacher), or the released code's KL(teacher || student)."""
+"""The direction of the divergence: Eq. 3's KL(student || teacher), or the released code's KL(teacher || student)."""
 Sharding = Literal["replicated", "sharded"]
 """Every worker has all weights, gradients and states (DistributedDataParallel), or its part of them (FSDP2)."""
 ShardingChoice = Literal["auto", "replicated", "sharded"]
@@ -20,10 +20,10 @@ ExpertsCut = Literal["expert", "width"]
 QuantizedBase = Literal["nf4"]
 """The base of an adapter in 4 bits (QLoRA): NF4, in blocks of 64 with 8-bit scales."""
 Written = Literal["model", "adapter"]
-"""What a run writes: a model, into which an adapter is merged, or the adapter alone."""
+"""The result of a run: a model, with its adapter merged into it, or the adapter alone."""
 AttentionChoice = Literal["auto", "dense", "flex", "streams"]
 ReplayStates = Literal["exact", "block-local", "all-masked"]
-"""Which states a learner scores an answer's tokens in (`states/replay.py`)."""
+"""The states in which a learner scores an answer's tokens (`states/replay.py`)."""
 
 
 @configuration(panel=LORA)
@@ -35,14 +35,14 @@ class LoraSettings:
     alpha: Annotated[int, Ge(1), Flag(name="--lora-alpha", default="RANK of --lora")] = 32
     """The adapter's scale is alpha / rank."""
     dropout: Annotated[float, Ge(0), Flag(name="--lora-dropout")] = 0.1
-    """Share of its inputs that are dropped; below 1."""
+    """Share of the adapter's inputs that are dropped; below 1."""
     modules: Annotated[tuple[str, ...], Flag(name="--lora-modules", commas=True)] = (
         "q_proj",
         "k_proj",
         "v_proj",
         "o_proj",
     )
-    """The projections that get one."""
+    """The projections that get an adapter."""
     quantize_base: QuantizedBase | None = None
     """Train an adapter, and keep the matrices of the frozen base's layers in 4 bits (QLoRA), by bitsandbytes."""
     start: Annotated[str | None, Flag(metavar="DIR|URL", opened_by="workers")] = None
@@ -61,27 +61,27 @@ TeacherReading = Literal["text", "blocks"]
 class TeacherSettings:
     """A frozen teacher, whose distributions are the targets of masked positions.
 
-    It reads each text once, causally, and the target of a token is what it would say next before it. Of rollouts it
-    may read `blocks` instead: the same masks block by block behind finished blocks, as decoding with one slot sees
-    them. So a model of several slots can teach itself.
+    It reads each text once, causally. The target at a token's place is the teacher's distribution behind the text
+    before the token. From rollouts it may read `blocks` instead: the same masks block by block behind finished blocks,
+    as decoding with one slot sees them. So a model of several slots can teach itself.
 
-    `base` is the network without its adapter, or where all weights are trained a frozen copy of the base. To read text
-    the base must have its autoregressive weights still, as `mbd convert` writes them.
+    `base` is the network without its adapter, or, if all weights are trained, a frozen copy of the base. To read text,
+    the base must still have its autoregressive weights, as `mbd convert` writes them.
 
     Beside `weight` of the divergence, a label's cross-entropy has `1 - weight`. Behind an answer's end, where no
     teacher has read on, labels are the only targets.
 
     The divergence of a position with the teacher's p and the student's q, in float32 over the whole vocabulary:
     `(1 - reverse) KL(p || q) + reverse KL(q || p)`, or with `jsd` = a, `a KL(p || m) + (1 - a) KL(q || m)` for
-    `m = a p + (1 - a) q`. `top_k` leaves only the summands of the teacher's likeliest tokens, with the probabilities
-    that they have among all. A temperature T divides the logits of both, and the divergence is multiplied by T^2.
+    `m = a p + (1 - a) q`. `top_k` leaves only the summands of the teacher's likeliest tokens, with their probabilities
+    among all tokens. A temperature T divides the logits of both, and the divergence is multiplied by T^2.
     """
 
     model: Annotated[str, Flag(name="--teacher", metavar="base|MODEL", opened_by="workers")] = BASE_TEACHER
     """Learn from an autoregressive model's next-token distributions at masked positions: base (the base without the
     adapter), or a model folder."""
     reads: Annotated[TeacherReading, Flag(name="--teacher-reads")] = "text"
-    """The clean text, causally; or of rollouts their blocks, one behind the other, as with one slot."""
+    """text: the clean text, causally. blocks: the blocks of rollouts, one behind the other, as with one slot."""
     weight: Annotated[float, Gt(0), Le(1), Flag(name="--teacher-weight")] = 1.0
     """The weight of the teacher's divergence; labels have the rest."""
     temperature: Annotated[float, Gt(0), Flag(name="--teacher-temperature")] = 1.0
@@ -102,12 +102,12 @@ class TeacherSettings:
 
 @configuration(panel=OUTPUT)
 class Measuring:
-    """What a run measures of itself: of its third update and those that follow, `updates` altogether."""
+    """A run's measures of itself, over a number of updates (`updates`) from the third on."""
 
     profile: Annotated[int, Ge(0)] = 0
     """Write torch's trace of N updates, from the third on; 0: none."""
     memory_snapshot: bool = False
-    """Write what lies in a GPU's memory, and which line put it there."""
+    """Write a snapshot of a GPU's memory: its contents, and the lines of code that put them there."""
 
     @property
     def updates(self) -> int:
@@ -128,14 +128,14 @@ class TrainConfig:
     The learning rate warms up linearly over `warmup` steps. `trapezoid`: it then stays, and decays linearly to 0 over
     the last `decay` share of the steps. `cosine` and `linear` fall to `lr_min` at the end; `constant` stays.
 
-    `pack`: samples of up to so many tokens together share a training sequence (`packing`), and `micro_batch` counts
-    sequences. `distillation`: learn from the network without its adapter (D2F, Eq. 3) instead of from the text.
-    `teacher`: learn from an autoregressive model, beside the text or instead. In bfloat16 the objective runs under
-    autocast; weights and optimizer states are float32 in either precision.
+    `pack`: samples that have at most this number of tokens together share a training sequence (`packing`), and
+    `micro_batch` counts sequences. `distillation`: learn from the network without its adapter (D2F, Eq. 3) instead of
+    from the text. `teacher`: learn from an autoregressive model, beside the text or instead. In bfloat16 the objective
+    runs under autocast; weights and optimizer states are float32 in either precision.
     """
 
     steps: Annotated[int, Ge(1)]
-    """Updates. Where they are given, warm-up and generated data shrink with them."""
+    """Updates. With another number of updates, warm-up and generated data change in proportion."""
     batch_size: Annotated[int, Ge(1)]
     """Samples of an update, over all workers."""
     lr: Annotated[float, Ge(0)]
@@ -157,15 +157,15 @@ class TrainConfig:
     betas: Annotated[
         tuple[Annotated[float, Ge(0), Le(1)], Annotated[float, Ge(0), Le(1)]], Flag(metavar="B1,B2", commas=True)
     ] = (0.9, 0.95)
-    """AdamW's."""
+    """AdamW's betas."""
     schedule: Annotated[
         Literal["trapezoid", "cosine", "linear", "constant"], Flag(name="--lr-schedule", metavar="NAME")
     ] = "trapezoid"
     """How the learning rate goes after the warm-up: trapezoid, cosine, linear, or constant."""
     lr_min: Annotated[float, Ge(0)] = 0.0
-    """Where cosine and linear end."""
+    """The learning rate at which cosine and linear end."""
     micro_batch: Annotated[int | None, Ge(1), Flag(panel=COMPUTING)] = None
-    """Samples, or with `pack` training sequences, a worker computes at once."""
+    """Samples that a worker computes at once; with `pack`, training sequences."""
     pack: Annotated[int | None, Ge(1), Flag(panel=COMPUTING)] = None
     """Short samples share training sequences, up to N tokens of samples in each."""
     distillation: Annotated[Distillation | None, Flag(metavar="NAME")] = None
@@ -180,9 +180,9 @@ class TrainConfig:
     compile: Annotated[bool, Flag(panel=COMPUTING)] = False
     """Compile the layers (torch.compile); the first steps take minutes then."""
     tensor_parallel: Annotated[int, Ge(1), Flag(panel=CLUSTER)] = 1
-    """Workers that share their samples and every layer, each with its part of it."""
+    """Workers that share their samples; each holds a part of every layer."""
     cut_experts: Annotated[ExpertsCut, Flag(panel=CLUSTER)] = "expert"
-    """How tensor-parallel workers share experts: whole ones, or a part of each one's width."""
+    """How tensor-parallel workers share experts: each holds whole experts, or a part of each expert's width."""
 
     def __post_init__(self) -> None:
         if len(self.betas) != 2 or max(self.betas) >= 1:
@@ -238,7 +238,7 @@ def check_workers(config: TrainConfig, num_workers: int) -> None:
 
 
 def check_learning(config: TrainConfig) -> None:
-    """Raise `ValueError` for what a learner of reinforcement learning does not do."""
+    """Raise `ValueError` for settings that a learner of reinforcement learning does not have."""
     if config.distillation is not None:
         raise ValueError("distillation is MultiTF's objective, and not a learner's; leave it out")
     if config.lora is not None and config.lora.start is not None:
@@ -248,7 +248,7 @@ def check_learning(config: TrainConfig) -> None:
         )
     if config.lora is not None and config.lora.dropout:
         raise ValueError(
-            f"an adapter's dropout of {config.lora.dropout} makes the learner's log-probabilities others than the "
+            f"an adapter's dropout of {config.lora.dropout} makes the learner's log-probabilities differ from the "
             "engine's: give dropout 0"
         )
 
@@ -258,7 +258,7 @@ BestMetric = Literal["validation_loss", "validation_accuracy", "sweep_accuracy",
 
 @configuration(panel=DATA)
 class ValidationOptions:
-    """What a run measures besides its updates, and which checkpoint it keeps for that."""
+    """A run's measures on held-out data, and the checkpoint that it keeps by a measure."""
 
     validation: Annotated[str | None, Flag(metavar="DIR|FILE|SHARE", opened_by="workers")] = None
     """Log the losses of held-out data: a folder that jobs/prepare_data.py wrote, a file of conversations as it takes
@@ -317,7 +317,7 @@ class Sweeping:
 
 
 SWEPT_PROBLEMS = 32
-"""Of a task without a number."""
+"""The number of problems if the task names none."""
 NO_SWEEPS = Sweeping()
 
 

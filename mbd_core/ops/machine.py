@@ -1,4 +1,4 @@
-"""What a machine has: its instructions, free memory, the seconds of a call, the speed of its matrix products."""
+"""A machine's properties: its instructions, free memory, the seconds of a call, the speed of its matrix products."""
 
 import time
 from collections.abc import Callable

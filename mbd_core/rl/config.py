@@ -49,7 +49,7 @@ class RolloutConfig:
     group: Annotated[int, Ge(1), Flag(panel=DECODING)] = 8
     """Answers drawn to each problem, which are compared; 1 for a teacher alone."""
     part_rows: Annotated[int, Ge(1)] = 32
-    """Answers that an engine is given and writes together: whole groups."""
+    """Answers that an engine gets and writes together, in whole groups."""
     temperature: Annotated[float, Gt(0), Flag(panel=DECODING, metavar="T")] = 1.0
     """Sampling temperature; at 1 the rollouts follow the learner's policy."""
     max_tokens: Annotated[int | None, Ge(1), Flag(panel=DECODING, default="the prompt recipe's, the task's own")] = (
@@ -65,7 +65,7 @@ class RolloutConfig:
     decoding: Annotated[dict[str, Any], Flag(panel=DECODING, metavar="JSON")] = field(default_factory=dict)
     """Decoding fields that differ from the model's own."""
     record_experts: Annotated[bool, Flag(panel=DECODING)] = False
-    """Record which experts the engine chose, and learn with the same experts (R3)."""
+    """Record the experts that the engine chose, and learn with the same experts (R3)."""
 
     def __post_init__(self) -> None:
         if self.task.startswith(HARNESS_PREFIX):
@@ -124,8 +124,8 @@ class HeldOutConfig:
 class RLRecipe:
     """A run of reinforcement learning: its model, its task, and its settings.
 
-    sync          an iteration's rollouts are of the weights that it updates; on shared devices the engines sleep while
-                  the learner works
+    sync          an iteration's rollouts are made with the weights that it updates; on shared devices the engines
+                  sleep while the learner works
     one-step-off  while the learner works on iteration n the engines make the rollouts of n + 1, with weights that are
                   one update old when the rollouts are learned from
 

@@ -28,8 +28,7 @@ LIGHTNING_RL = 0.01  # the filter of LightningRL: some answer is right, and TPF 
 class GroupConfig:
     """Which groups are kept, and how rewards become advantages.
 
-    decoupled  each part of the reward is z-scored within the group alone, the weighted sum over the batch
-               (LightningRL)
+    decoupled  each part of the reward is z-scored within the group, and the weighted sum over the batch (LightningRL)
     joint      the weighted sum of the parts is z-scored within the group (TraceRL)
     correct    1 for each right answer; wrong answers are left out (rejection sampling)
     shuffled   decoupled, then permuted within each group: a control that must teach nothing
@@ -40,13 +39,13 @@ class GroupConfig:
     least_right: Annotated[
         float | None, Ge(0), Le(1), Flag(default="0.01 where correct is rewarded, beside nothing but tpf; else 0")
     ] = None
-    """Groups are kept whose share of right answers is at least this; 0 keeps groups without a right answer."""
+    """A group is kept if its share of right answers is at least this; 0 keeps groups without a right answer."""
     most_right: Annotated[float, Ge(0), Le(1)] = 1.0
-    """Groups are kept whose share of right answers is at most this; 1 keeps groups that are all right."""
+    """A group is kept if its share of right answers is at most this; 1 keeps groups that are all right."""
     least_tpf_range: Annotated[
         float | None, Ge(0), Flag(default="0.01 where tpf is rewarded, beside nothing but correct; else 0")
     ] = None
-    """Groups are kept whose TPF differs by at least this; 0 keeps groups of equal TPF."""
+    """A group is kept if its TPF differs by at least this; 0 keeps groups of equal TPF."""
 
     def __post_init__(self) -> None:
         if self.least_right is not None and self.least_right > self.most_right:

@@ -70,8 +70,8 @@ class RLRun:
     def run(self, *, max_failures: int = 0) -> Folder:
         """Iterate to the end, write the model, and return its folder. The learner may be lost `max_failures` times.
 
-        Raises `RuntimeError`, one sentence, after that, and `RewardFailed`; the same run goes on from what lies in
-        its folder.
+        Raises `RuntimeError`, one sentence, at the next loss, and `RewardFailed`. A repeated run goes on from its
+        folder.
         """
         for failures in range(max_failures + 1):
             try:
@@ -170,7 +170,8 @@ class RLRun:
             taught, dropped = advantages(
                 answers, recipe.rewards.weights, recipe.groups, seed=recipe.seed * 1_000_003 + iteration
             )
-        dropped["undecoded"] += recipe.rollouts.prompts - len({answer.group for answer in answers})  # without any
+        # groups without an answer
+        dropped["undecoded"] += recipe.rollouts.prompts - len({answer.group for answer in answers})
         lessons = [
             replayed(usable[place], advantage=advantage, correct=answers[place].correct)
             for place, advantage in taught.items()
@@ -211,8 +212,8 @@ class RLRun:
         return line, waiting
 
     def _check_failures(self, iteration: int, rows: Sequence[ScoredRow]) -> None:
-        """Say which rewards of decoded answers failed. Where all did, the scores are removed, so that a run that goes
-        on asks anew: `RewardFailed`."""
+        """Say which rewards of decoded answers failed. If all failed, removes the scores, so that a resumed run asks
+        anew, and raises `RewardFailed`."""
         failures = failure_texts(rows)
         if not failures:
             return
@@ -284,8 +285,10 @@ class RLRun:
     # What is written of a run
 
     def _hold_out(self, version: int, fronts: list[RecordedNumbers], *, is_last: bool) -> dict[str, float]:
-        """Sweeps the held-out problems if a sweep is due after this iteration, or it is the last one, and not done;
-        returns its numbers."""
+        """Sweeps the held-out problems if a sweep is due and not done yet, and returns its numbers.
+
+        It is due after some iterations, and after the last.
+        """
         sweep = self.plan.held_out
         is_due = self._sweeps(version) or is_last
         if sweep is None or not is_due or any(line["iteration"] == version for line in fronts):
@@ -301,7 +304,7 @@ class RLRun:
             fronts.append(front_line(version, threshold, summary))
             values |= {f"sweep_{name}_{threshold:g}": fronts[-1][name] for name in ("accuracy", "tpf")}
         if version and self.recipe.held_out.keep_best and not sweeps_since_best(fronts):
-            best = self._write_model(BEST)  # before the lines, by which a run that goes on knows of it
+            best = self._write_model(BEST)  # before the lines, which tell a resumed run of it
             say(f"the best front until now: its model is {best}")
         self.folder.write_lines(HELD_OUT, fronts)
         points = "  ".join(
@@ -312,12 +315,12 @@ class RLRun:
         return values
 
     def _sweeps(self, version: int) -> bool:
-        """Whether held-out problems are swept after so many iterations, be they the last ones or not."""
+        """Whether held-out problems are swept after this number of iterations, even if they are not the last."""
         every = self.recipe.held_out.evaluate_every
         return bool(every) and version % every == 0
 
     def _is_over(self, lines: Sequence[RecordedNumbers], fronts: Sequence[RecordedNumbers]) -> bool:
-        """Whether a limit of the recipe ends the run before its iterations do; it is said."""
+        """Whether a limit of the recipe ends the run before its last iteration; prints the limit."""
         limit = ended_by(self.recipe, lines, fronts)
         if limit is not None:
             say(f"the run ends: {limit}")
@@ -355,7 +358,7 @@ class RLRun:
         return list(loggers)
 
     def _write_model(self, name: str = MODEL) -> Folder:
-        """Write the model of the learner's weights, with all that its start's folder has beside them."""
+        """Write the model of the learner's weights, with the other files of the folder that the run started from."""
         folder, start = self.folder.folder / name, self.plan.start
         model = load_model(start, dtype=torch.float32)
         model.load_state_dict(self.executor.weights())

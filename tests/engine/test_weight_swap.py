@@ -309,7 +309,7 @@ K = "model.layers.1.self_attn.k_proj.weight"
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({K: None}, f"the new weights lack tensor of this model: '{K}'"),
+        ({K: None}, f"the new weights lack a tensor of this model: '{K}'"),
         ({"more": torch.zeros(2)}, "the new weights are no tensor of this model: 'more'"),
         ({K: torch.zeros(16, 31)}, rf"'{K}' has shape \(16, 31\); the model asks for \(16, 32\)"),
         ({K: torch.full((16, 32), torch.inf)}, f"'{K}' has values that are not finite"),
@@ -405,7 +405,7 @@ def test_all_ranks_swap_between_the_same_steps(
             assert served.weights_version == 2
             served.update_weights(folders[family])
             later = [o.tokens for o in served.generate(asked)]
-            for bad, says in ((K, "lack tensor"), ("model.norm.weight", "not finite")):
+            for bad, says in ((K, "lack a tensor"), ("model.norm.weight", "not finite")):
                 spoil = None if bad == K else torch.full((32,), torch.nan)
                 with pytest.raises(ValueError, match=says):
                     served.update_weights(spoiled(old.state_dict(), **{bad: spoil}).items())

@@ -104,7 +104,9 @@ def test_decoding_that_was_edited_after_a_choice_is_what_is_swept_and_kept(folde
     ((variant,),) = plan_sweep(load_inputs(options)).variants.values()
     assert json.loads(variant.config) == json.loads(json.dumps(asdict(replace(BEST, tau_m2t=0.8))))
     (note,) = edit_notes({"m": folder})
-    assert note.startswith("m: the decoding fields") and "the sweep goes on from what the file has now" in note
+    assert (
+        note.startswith("m: the decoding fields") and "the sweep starts from the fields that the file has now" in note
+    )
     assert report_sweep.main(arguments) == 0
     assert author_defaults(json.loads((folder / FILE).read_text()))["tau_m2t"] == 0.8
     older = {**chosen, KEY: {name: value for name, value in chosen[KEY].items() if name != "written"}, "tau_m2t": 0.8}

@@ -28,7 +28,7 @@ class Refusal(NamedTuple):
     message: str
 
     def body(self, url: bytes) -> bytes:
-        """The error in the shape of the route that the URL, if it has been read, names."""
+        """The error in the shape of the URL's route; the URL is empty if it was not read yet."""
         path = url.partition(b"?")[0].decode("latin-1")
         return error_text(path, self.status, self.message, code=self.code).encode()
 

@@ -1,8 +1,8 @@
 """A 503 for requests that wait while no gateway runs; Serve's own proxy would let them wait without a word.
 
 A gateway may find no room on the cluster. The proxy knows which gateways run, and which gateway has a request. A
-gateway that drains does not count as running, but keeps its requests. Serve's controller is asked for what keeps
-gateways from running, and only when a 503 must say it.
+gateway that drains does not count as running, but keeps its requests. Serve's controller is asked why no gateway runs,
+and only when a 503 must say it.
 """
 
 import asyncio
@@ -25,14 +25,14 @@ START_SECONDS = 5.0  # a request's wait for the first gateway
 RESTART_SECONDS = 60.0  # a request's wait for the next gateway after one has run, because a start takes seconds
 LOOK_SECONDS = 0.5  # between two looks of a request at the gateways that the proxy knows
 STATUS_SECONDS = 5.0  # time for Serve's controller to say what is missing
-KEPT_SECONDS = 2.0  # how long its answer counts for all requests
+KEPT_SECONDS = 2.0  # how long the controller's answer counts for all requests
 STARTING = "it is being started"
 NOTHING = "no application is deployed on this cluster"
 UNKNOWN = "Serve's controller does not say why"
 
 
 def missing() -> str:
-    """What keeps gateways from running: the messages of Serve's applications and deployments, the gateways' first."""
+    """Why no gateway runs: the messages of Serve's applications and deployments, the gateways' first."""
     if not ray.is_initialized():  # Serve would start a cluster to ask
         return UNKNOWN
     try:
@@ -119,7 +119,7 @@ class RefusedWithoutGateway:
         await send({"type": "http.response.body", "body": body})
 
     async def _reason(self) -> str:
-        """What is missing; requests share the controller's answer for a moment."""
+        """The answer of `missing`, which requests share for a moment."""
         if self._status is None or (self._status.done() and time.monotonic() > self._status_until):
             self._status = asyncio.ensure_future(asyncio.to_thread(self._missing))
             self._status_until = time.monotonic() + KEPT_SECONDS

@@ -1,7 +1,7 @@
 """A block-diffusion folder of an autoregressive one: the same weights under another architecture, with a mask token.
 
-The new folder decodes block by block; it writes sense after a training. Its config.json has the base's keys, the
-names of the layout, and mask, block size and attention.
+The new folder decodes block by block; its texts make sense only after a training. Its config.json has the base's keys,
+the names of the layout, and mask, block size and attention.
 """
 
 import math

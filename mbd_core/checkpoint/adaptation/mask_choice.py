@@ -62,7 +62,7 @@ def choose_mask(tokenizer: PreTrainedTokenizerBase, ends: Iterable[int], wanted:
 
 
 def _uses(tokenizer: PreTrainedTokenizerBase, ends: Iterable[int]) -> dict[str, str]:
-    """The special tokens in use, and what for."""
+    """The special tokens in use, each with its use."""
     uses = {tokenizer.convert_ids_to_tokens(number): "an end of answers" for number in ends}
     roles = {
         "the beginning of texts": tokenizer.bos_token,

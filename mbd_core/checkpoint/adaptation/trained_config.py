@@ -1,4 +1,4 @@
-"""A base's configuration after a training, for the trainer and for whoever makes a folder of what it wrote."""
+"""A base's configuration after a training, for the trainer and for the makers of folders from its files."""
 
 from collections.abc import Mapping
 from dataclasses import replace

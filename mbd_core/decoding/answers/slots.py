@@ -23,8 +23,8 @@ CANVAS_STATE = "CANVAS"  # the state in traces of a canvas's blocks, because a c
 class FrameSlot:
     """A slot that held a block in the forward.
 
-    state     the name of the `SlotState` that the forward saw; "IN_CACHE" if it stored the block, which has left the
-              buffer then
+    state     the name of the `SlotState` that the forward saw; "IN_CACHE" if the forward stored the block, which then
+              left the buffer
     tokens    the block after the forward, `None` where it is masked; positions past the request's budget are left out
     accepted  offsets of the tokens that this forward filled, without tokens carried by the store of the block before
     edited    offsets of the tokens that it overwrote

@@ -138,7 +138,7 @@ class Adjustments:
         self.penalties_R3[row, 0] = 1.0
 
     def mark(self, row: int) -> None:
-        """Saved state was written into a row."""
+        """Note that saved state was written into a row."""
         self._in_use[row] = True
 
     def at(

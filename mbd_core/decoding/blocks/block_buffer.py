@@ -190,8 +190,8 @@ class BlockBuffer:
 
     @property
     def asked_RNB(self) -> Tensor:
-        """The positions that need logits: a forward may fill or revise them. The first position of a block whose store
-        carries is among them, because its logits predict the position behind the block."""
+        """The positions that need logits: a forward may fill or revise them. So does the first position of a block
+        whose store carries: its logits predict the position behind the block."""
         changes = self.masked_RNB | (self.settings.edits_R + self.settings.softens_R > 0)[:, None, None]
         asked_RNB = changes & self.editable_RNB & self.active_RN[..., None]
         asked_RNB[..., 0] |= self.carried_RN
@@ -422,7 +422,7 @@ class BlockBuffer:
     def _rewrite(self, new: Rewritten, accepted_RN: Tensor, edited_RN: Tensor) -> tuple[Tensor, Tensor]:
         """Puts the host's writes into its rows.
 
-        Returns the numbers (R, N) of filled and of changed positions; those of other rows are the given ones.
+        Returns the numbers (R, N) of filled and of changed positions; other rows keep the given numbers.
         """
         rows_RNB = new.rows_R[:, None, None]
         filled = self.masked_RNB & ~new.masked_RNB

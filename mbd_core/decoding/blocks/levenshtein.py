@@ -8,8 +8,7 @@ last token falls out. Masks pad a block that has lost tokens. A position that is
 Two programs that serve the model decode differently, and `Levenshtein.variant` names them. Both fill the masks
 over a threshold, and a least number of masks if fewer are over it. Both overwrite filled positions. Both count the
 forwards after the last original mask is filled, and resolve the block when the count reaches `max_post_steps`. Both
-leave a state of the block that returns. The classes
-`_Fluxserve` and `_Sglang` hold the differences.
+escape from a state of the block that recurs. The classes `_Fluxserve` and `_Sglang` hold the differences.
 
 A block is final when a forward has taken its final tokens, because that forward has stored it.
 
@@ -157,7 +156,8 @@ class _Fluxserve(EditedBlock):
     """FluxServe's variant.
 
     The mask is never predicted. A schedule of `steps` gives the least number of masks that a forward fills, besides
-    the masks that edits brought. The count of forwards after the last original mask begins anew if one opens again.
+    the masks that edits brought. The count of forwards after the last original mask begins anew if an original
+    position opens again.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class _Sglang(EditedBlock):
     """SGLang's variant.
 
     The mask may be predicted, so that a filled position opens again. Each forward fills at least one mask, besides the
-    masks that edits brought. All forwards without original masks count. In a state that returns, one position takes
+    masks that edits brought. All forwards without original masks count. In a state that recurs, one position takes
     another token.
     """
 

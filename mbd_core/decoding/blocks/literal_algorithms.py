@@ -11,9 +11,9 @@ an EOS counts once its block is stored. Algorithm 4 marks a complete block TO_CA
 blocks before it are final. Both follow Algorithm 5 here, so that they share the code of a step and differ in the
 buffer alone. With T2T a forward that does not change a complete block stores it, if all blocks before it are final in
 that forward; a block that still changes is final after `max_edits` more forwards. With DMax the inputs of a block are
-mixed, so the next forward stores it from its hard tokens. With `carry` the forward that stores a block predicts at
-its first position the token behind it, which fills the next block's first position if that is still a mask; and a
-prompt of whole blocks begins with the store of its last block.
+mixed, so the next forward stores it from its hard tokens. With `carry` the forward that stores a block predicts, at
+the block's first position, the token behind the block. This token fills the next block's first position if that is
+still a mask. So the decoding of a prompt of whole blocks begins with the store of its last block.
 """
 
 import itertools
@@ -92,7 +92,7 @@ def accepted_tokens(
 
 
 def low_entropies(masks: list[int], predictions: Predictions, bound: EntropyBound, *, gate: bool) -> list[int]:
-    """The positions that the EB sampler accepts; without the gate no position is free."""
+    """The positions that the EB sampler accepts; without the gate no position is accepted whatever its entropy."""
     positions: list[int] = []
     total = 0.0
     for i in sorted(masks, key=lambda i: (-predictions[i][2], i)):

@@ -1,21 +1,21 @@
 """Verified MultiBD on Python lists: slow and literal, the specification of `decoding/causal/verified.py`.
 
-`draft` is the model that sees blocks: of the committed tokens and the resident blocks it returns a token and a
-confidence for every mask. `judge` is the same model at block size 1, or a larger one: whether it accepts a drafted
-token behind a text, and the token that it puts instead. Both are told the number of the forward, by which noise may be
-drawn: with one slot of the block's forwards, otherwise of the answer's.
+`draft` is the model that sees blocks: from the committed tokens and the resident blocks it returns a token and a
+confidence for every mask. `judge` is the same model at block size 1, or a larger model: it says whether it accepts a
+drafted token behind a text, and which token it puts there otherwise. Both get the number of the forward, because noise
+may depend on it. With one slot it counts the block's forwards, with several slots the answer's.
 
-Each forward of drafts is one of Algorithm 4. Then one verification judges the first run of each active block's masks,
-in order, behind all that stands before it with every mask as its draft:
+Each forward of drafts is one of Algorithm 4. Then one verification judges the first run of masks in each active block,
+in order. The judge sees the text before the run, with the draft in the place of every mask:
 
-- the first block takes what is accepted up to the first refusal, and there the judge's token; if these are fewer than
-  `tokens_per_step`, it takes the most confident drafts beside them;
-- behind a refusal, later blocks keep what was accepted given the drafts before them, and nothing of the judge's;
-- if the answer is to be exact, they keep nothing: its tokens are then those of block size 1, from left to right.
+- the first block takes the tokens that are accepted before the first refusal, and the judge's token at the refusal; if
+these are fewer than `tokens_per_step`, it also takes the most confident drafts;
+- behind a refusal, later blocks keep the tokens that were accepted behind the drafts, and take no token of the judge;
+- if the answer must be exact, later blocks keep nothing: it has the tokens of block size 1, from left to right.
 
 A verification that accepts the drafts of a block to its end has stored it, if keys are stored in order (exact). With
-two models (`Verify.draft_model`) a decided block leaves at once: its row goes with the next draft, and the next
-judgement.
+two models (`Verify.draft_model`) a decided block leaves the running-set at once: the next draft and the next judgement
+carry its row.
 """
 
 import itertools
@@ -41,7 +41,7 @@ JudgeToken = Callable[[list[int], int, int], tuple[bool, int]]  # text before it
 
 @dataclass(frozen=True)
 class DraftedBlock:
-    """A resident block with its draft, and whether that is judged."""
+    """A resident block with its draft, and whether the draft is judged."""
 
     block: ResidentBlock
     draft: dict[int, tuple[int, float]]
@@ -63,7 +63,7 @@ def verified_multibd(
     assert rule is not None and rule.route == "span" and not (config.t2t or config.sub_block or config.carry)
     decoding = LiteralDecoding(prompt, max_tokens, config, _no_predictions, eos)
     run, running_set = decoding.run, [decoding.masked_block(0)]
-    begun = 0  # forwards before those that are counted
+    begun = 0  # forwards before the first forward whose number is counted
     while run.finish_reason is None:
         if len(running_set) < config.buffer_size and decoding.wants_another(running_set):
             running_set.append(decoding.masked_block(len(running_set)))
@@ -94,8 +94,8 @@ def verified_multibd(
 def _take_draft(
     block: ResidentBlock, drafted: dict[int, tuple[int, float]], before: float, config: DecodingConfig
 ) -> bool:
-    """Whether the draft of a block is judged; if not, and it is active, accepts of it by confidence (Alg. 4); `before`
-    is the progress of the block before it."""
+    """Returns whether the draft of a block is judged. An active block whose draft is not judged accepts tokens of it
+    by confidence (Alg. 4). `before` is the progress of the block before it."""
     rule = config.verify
     assert rule is not None
     if block.state is SlotState.TO_CACHE:
@@ -110,7 +110,7 @@ def _take_draft(
 def _accept_confident(
     block: ResidentBlock, drafted: dict[int, tuple[int, float]], quota: int, config: DecodingConfig
 ) -> None:
-    """Fills the masks above the threshold; if they are fewer than `quota`, that many of the most confident."""
+    """Fills the masks above the threshold; if they are fewer than `quota`, the `quota` most confident masks."""
     chosen = [i for i in block.masks if drafted[i][1] > config.tau_m2t]
     if len(chosen) < quota:
         chosen = sorted(block.masks, key=lambda i: (-drafted[i][1], i))[:quota]
@@ -119,8 +119,8 @@ def _accept_confident(
 
 
 def _judge(decoding: LiteralDecoding, blocks: list[DraftedBlock], judge: JudgeToken, number: int) -> int:
-    """One verification, forward `number`, of the resident blocks; how many blocks from the front it accepts to their
-    end."""
+    """One verification, forward `number`, of the resident blocks. Returns the number of blocks, from the front, that
+    it accepts to their end."""
     config, rule = decoding.config, decoding.config.verify
     assert rule is not None
     text, is_refused, num_whole = list(decoding.cached), False, 0
@@ -151,7 +151,8 @@ def _judge(decoding: LiteralDecoding, blocks: list[DraftedBlock], judge: JudgeTo
 
 
 def _settle(decoding: LiteralDecoding, running_set: list[ResidentBlock]) -> None:
-    """Marks the leading blocks without masks, and ends an answer that is known to its end, which no forward stores."""
+    """Marks the leading blocks without masks. An answer that is known to its end ends here, because no forward stores
+    it."""
     start = len(decoding.cached)
     for n, block in enumerate(running_set):
         known = list(

@@ -2,8 +2,8 @@
 
 `METHODS` is the one list of methods: sweeps and benchmarks name its entries and change fields of them. `TABLE_4` is
 the MBD-LMs paper's Table 4, one entry for each model and task family: the SingleBD row, and the MultiBD row, which the
-trained MBD-LM shares with the training-free baseline. `NAMED_METHODS` has its rows by name beside `METHODS`, as
-`table-4/LLaDA2-Mini/math/multi`. `D2F_TABLE_8` is the D2F paper's Table 8.
+trained MBD-LM shares with the training-free baseline. `NAMED_METHODS` is `METHODS` with the rows of Table 4 by name,
+as `table-4/LLaDA2-Mini/math/multi`. `D2F_TABLE_8` is the D2F paper's Table 8.
 """
 
 from collections.abc import Iterable, Mapping
@@ -161,7 +161,7 @@ class SpeedPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedFront:
-    """Points of which each is faster and less accurate than the one before, and where they were measured.
+    """Measured points, each faster and less accurate than the point before it, and the tasks of the measurement.
 
     `speed` runs along their tokens per forward: 0 is the first point, the most accurate; 1 the last, the fastest.
     """
@@ -187,7 +187,7 @@ class SpeedFront:
         return [round((p.tpf - first) / (last - first), 4) if last > first else 0.0 for p in self.points]
 
     def at(self, speed: float) -> tuple[float, SpeedPoint]:
-        """The point nearest to `speed`, the slower of two, and its own speed."""
+        """The point nearest to `speed`, after its own speed. Of two equally near points it is the slower."""
         return min(zip(self.speeds, self.points, strict=True), key=lambda pair: (abs(pair[0] - speed), pair[0]))
 
     def health_fields(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ class Request:
     logprobs       report the log-probability of every token in the forward that accepted it
     top_logprobs   number of likeliest tokens to report beside it, at most `MAX_TOPS`
     rollout        report in which forward every token was accepted, and its log-probability there (`Piece`), so that
-                   its forwards can be run again; refused if they cannot be
+                   its forwards can be run again; refused if that is impossible
     experts        report with the rollout which experts each forward chose; the prompt is then stored anew, and every
                    step of the request is packed
     replay         report the same for any method, and the overwritten tokens, for display
@@ -176,7 +176,7 @@ class StepOutput:
     counts   the request's counts up to this step
     piece    the new useful tokens
     tail     in a rollout's last step: the tokens that were committed behind the answer (`Output.tail`)
-    closing  under a grammar: tokens that, as the next tokens, complete the answer within its budget
+    closing  under a grammar: the next tokens that would complete the answer within its budget
     weights  the numbers of the weights that decoded its first and its last tokens so far
     frame    if the request asked for frames, its slots after the step's forward
     """

@@ -204,7 +204,7 @@ def _truncated(scaled_PV: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
 
 def _running_sum(x_PV: Tensor) -> Tensor:
     """The sums (P, V) up to each number. A GPU scans a single row in parts, in an order that changes from call to
-    call, so that ranks could draw different tokens. Each of two rows it scans in one order."""
+    call, so that ranks could draw different tokens. It scans each of two rows in one order."""
     return x_PV.cumsum(-1) if len(x_PV) > 1 else x_PV.repeat(2, 1).cumsum(-1)[: len(x_PV)]
 
 

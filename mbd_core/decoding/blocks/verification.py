@@ -35,7 +35,7 @@ class VerifyNoise(Protocol):
         """Numbers (P,) in (0, 1), below which a ratio accepts."""
 
     def tokens(self, weight_PV: Tensor, draw: Draw) -> Tensor:
-        """A token (P,) with odds of each row of `weight_PV`, which need not sum to 1."""
+        """A token (P,) for each row of `weight_PV`, which holds its odds; a row need not sum to 1."""
 
 
 class HashedNoise:

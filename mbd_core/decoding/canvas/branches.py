@@ -6,7 +6,7 @@
 A branch's window is its first block with a mask; the keys outside the window come from the last forward that computed
 them (dual cache). The first forward runs on one lane, whose cache is then copied to the other lanes. Where the paper
 leaves a choice, the released code decides: a branch merges only from branches whose window ends no later than its own,
-its count of decoded tokens excludes merged ones, and a sync copies tokens and cache but not the leader's
+its count of decoded tokens excludes merged tokens, and a sync copies tokens and cache but not the leader's
 probabilities.
 
 Shape legend: G positions after the prompt, K remembered tokens of a position, P positions with logits, S source

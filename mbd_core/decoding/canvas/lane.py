@@ -82,7 +82,7 @@ def num_lanes(canvas: Canvas, max_tokens: int) -> int:
 
 
 def distinct_lengths(branches: Branches, max_tokens: int) -> list[int]:
-    """The block lengths that decode this canvas differently: all shorter than the answer, and the first that is
-    not."""
+    """The block lengths that decode this canvas differently: all lengths below the answer's, and the first length that
+    is not below it."""
     lengths = branches.block_lengths
     return [n for i, n in enumerate(lengths) if i == 0 or lengths[i - 1] < max_tokens]

@@ -62,15 +62,15 @@ class Query:
     """One row of a forward: positions [start, stop) of one lane.
 
     Their keys and values replace the old ones in the lane's cache before any position attends; then each position
-    attends to the lane's first `num_keys` keys (`None`: all `length` of a canvas), without a mask. With `causal` it
-    attends to those up to itself, and `num_keys` is `stop`.
+    attends to the lane's first `num_keys` keys (`None`: all `length` of a canvas), without a mask. With `causal` each
+    position attends to the keys up to its own, and `num_keys` is `stop`.
 
     tokens     (Q,) int64 input ids, the mask id where masked
     logits_at  (A,) absolute positions in [start, stop) whose logits are returned. If the logits of position p - 1
                predict p (Dream), a decoder that fills p lists p - 1
-    gap        how many places behind their positions the row's tokens stand, where those positions have keys already.
-               In a causal row each token sees the keys before its position, and itself; otherwise all tokens see the
-               keys before the row's first position, and the row
+    gap        the row's tokens stand in the cache this number of places behind their positions, which hold keys
+               already. In a causal row each token sees the keys before its position, and itself; otherwise all tokens
+               see the keys before the row's first position, and the row
     drafts     the row is of the request's draft adapter, if it has one
     by_draft_model  the row is the engine's draft model's, which has keys of its own
     denoises   its tokens are drawn, and the model denoises them (`models/gemma.py`), conditioned on the embeddings
@@ -112,7 +112,7 @@ class CanvasUpdate:
     mask_ratio  share of the block's positions that were masked before, for every block in `accepted`
     edited      tokens that were replaced (BlockBatch's sync)
     drafted     drafted tokens that this forward judged; it confirmed `confirmed` of them
-    slots       the blocks that the forward held, of a decoder that has a Block Buffer, the first one first
+    slots       for a decoder with a Block Buffer: the blocks that the forward held, in their order
     """
 
     accepted: Mapping[tuple[int, int], int]
@@ -170,8 +170,8 @@ class PlannedDecoder(Protocol):
 
     `plan` changes nothing; `update` advances the state. `update` is `open_logits`, then guesses, then `accept`; the
     guesses of many requests are one operation. `hold_to` sets the blocks that the engine's budget leaves the request
-    in the next forward, maybe none. With none, it gives the same tokens one by one if `draft_length`, the positions of
-    its drafts, is above 1.
+    in the next forward, maybe none. With none, a decoder whose drafts have more than one position (`draft_length`)
+    gives the same tokens one by one.
 
     `num_stored` is the number of leading positions that are stored for good: 0 for a canvas. `tokens` begin at the
     prompt's end and stop before the first mask, or after the first EOS before that mask. `log_probs` are their

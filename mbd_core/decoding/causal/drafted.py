@@ -5,7 +5,7 @@
     large model               [f g h i  x1 x2 x3 y1 y2]   tokens to store and drafts, causal -> its own x1, x2, ...
 
 Each model has keys of its own, in the same pages. A forward of either stores the tokens that it has not stored yet, so
-no forward only stores: a decided block leaves at once, and its row goes with the next draft and the next judgement.
+no forward only stores: a decided block leaves at once, and the next draft and the next judgement carry its row.
 Positions that both have stored are stored for good (`num_stored`).
 
 A large model with an autoregressive mode judges a token by the logits before it; so the last known token stays

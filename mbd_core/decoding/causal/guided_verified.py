@@ -1,12 +1,12 @@
 """Verified drafts under a grammar: an exact answer is that of the same model at block size 1 under that grammar.
 
-draft     the draft's tokens are chosen from left to right among those that the grammar allows behind the tokens before
-judge     the guide takes in, from left to right, what it would take in at block size 1: the judgement's choice among
-          the allowed tokens. It stops behind the first token that is not the draft's
+draft     the draft's tokens are chosen from left to right among the tokens that the grammar allows there
+judge     the guide takes in, from left to right, the judgement's choices among the allowed tokens, as at block size 1.
+          It stops behind the first token that is not the draft's
 forced    tokens that the grammar forces stand in the block at once; no forward drafts or judges them
 
-Drawn drafts are judged as without a grammar (`judge`), by both distributions over the allowed tokens alone. So what
-the guide takes in is drawn as at block size 1. A choice for which the guide has to wait is kept for it.
+Drawn drafts are judged as without a grammar (`judge`), by both distributions over the allowed tokens alone. So the
+tokens that the guide takes in are drawn as at block size 1. A choice for which the guide has to wait is kept for it.
 
 One rank has the guide and decides; the others take its decision. An exact answer has no gaps: its masks begin behind
 its last token, and the judged drafts stand behind each other, across slots too.
@@ -93,7 +93,7 @@ class GuidedVerifyingDecoder(VerifyingDecoder):
         return self._pick(place, allowed_V)
 
     def _pick(self, place: int, allowed_V: np.ndarray) -> AllowedToken:
-        """The likeliest allowed token at a place of this forward's logits, or a drawn one."""
+        """The likeliest allowed token at a place of this forward's logits, or a drawn token."""
         logits_1V, draw = self._allowed_logits(place, allowed_V)
         token_P, probability_P = choose(logits_1V, self._vocab, draw if self._request.sampling.draws else None)
         return AllowedToken(int(token_P[0]), float(probability_P[0]), overruled=False)
@@ -133,7 +133,7 @@ class GuidedVerifyingDecoder(VerifyingDecoder):
             self._mark_final()
 
     def _take_forced(self) -> bool:
-        """Puts forced tokens into the first masks; whether there were any."""
+        """Puts forced tokens into the first masks. Returns whether there were any."""
         pending = list(self._guide.pending)
         for block in self._blocks:
             while block.open and pending:

@@ -23,7 +23,7 @@ class Grammar:
     """The grammar of one answer. Raises `GrammarRefused` for a text that is empty or too long, and for a JSON schema
     that is not JSON.
 
-    syntax      what `text` is: a JSON schema (as JSON), a regular expression (Rust's syntax), or a grammar in
+    syntax      the kind of `text`: a JSON schema (as JSON), a regular expression (Rust's syntax), or a grammar in
                 llguidance's variant of Lark
     may_be_cut  the answer may also end without an EOS at `max_tokens`, where the grammar accepts the text so far
     schemas     pairs of a tool's name and a JSON schema, of its parameters or of a part of them. `text` refers to a
@@ -34,7 +34,7 @@ class Grammar:
     """
 
     syntax: Syntax
-    """What the text is."""
+    """The kind of the text."""
     text: str
     may_be_cut: bool = False
     schemas: tuple[tuple[str, str], ...] = ()

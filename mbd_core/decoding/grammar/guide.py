@@ -197,8 +197,8 @@ class Guide(GuideState):
         return tokens[-1:] == [self._closings.eos_token_id]
 
     def _force(self, limit: int, matcher: LLMatcher) -> tuple[list[int], np.ndarray | None]:
-        """Lets the matcher consume the tokens that must follow, about `limit` at most, and returns the allowed ones
-        (V,) behind them.
+        """Lets the matcher consume the tokens that must follow, about `limit` at most, and returns the tokens (V,)
+        that are allowed behind them.
 
         The result is `None` after an EOS, and if the matcher cannot say. A token must follow if the text must go on
         with it, or if no other token is allowed.

@@ -26,8 +26,8 @@ class ResidentAdapter:
 
 
 class ResidentAdapters:
-    """The adapters of one engine; `names` holds their names, live, and `ar_names` the names of the adapters with which
-    the model has an autoregressive mode. Without `slots` no adapter can be loaded.
+    """The adapters of one engine. `names` always holds their present names, and `ar_names` the names of the adapters
+    with which the model has an autoregressive mode. Without `slots` no adapter can be loaded.
 
     Iterates over the adapters in the order of their loading.
     """

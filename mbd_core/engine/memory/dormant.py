@@ -38,8 +38,8 @@ class DormantMemory:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Takes the memory again. Raises torch's error if memory is short; it then holds none, and may be called
-        again."""
+        """Takes the memory again. Raises torch's error if memory is short. Then no memory was taken, and the call may
+        be repeated."""
         try:
             for storage, copy in self._copies:
                 storage.untyped_storage().resize_(copy.numel())

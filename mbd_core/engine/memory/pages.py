@@ -53,7 +53,7 @@ def page_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
 
 
 class PagePool:
-    """Hands out page numbers, takes them back, and finds published ones; knows no tensors and no sequences.
+    """Hands out page numbers, takes them back, and finds published pages; knows no tensors and no sequences.
 
     `host`, if there is one, keeps evicted pages.
 

@@ -99,7 +99,7 @@ def _check_tensors(model: Decoder, tensors: Iterable[tuple[str, Tensor]], dtype:
         if not bool(parts[name].isfinite().all()):
             raise ValueError(f"the new weights' '{name}' has values that are not finite")
     if names := places.keys() - parts.keys():
-        raise ValueError(f"the new weights lack tensor of this model: '{min(names)}'")
+        raise ValueError(f"the new weights lack a tensor of this model: '{min(names)}'")
     return parts
 
 

@@ -16,8 +16,8 @@ KEPT_STEPS = 128
 CARRIED = 0.05
 """The weight of measures at other loads, until this load is measured."""
 LEAST_VERIFIED = 32
-"""Requests draft until this many rows were verified, and at least as many are remembered. With many requests a few
-steps show the yield of drafts; a single request needs several passages of its text."""
+"""Requests draft until this number of rows were verified, and at least the last rows of this number are remembered.
+With many requests a few steps show the yield of drafts; a single request needs several passages of its text."""
 KEPT_YIELD = 1024
 """Steps after which the yield of drafts has lost most of its weight while nobody drafts."""
 OUTLIER = 4.0
@@ -27,7 +27,7 @@ TRIED_SHARE = 0.005
 LEAST_STEPS = 16
 """The steps between two tries, at least."""
 FITTED_STEPS = 16
-"""The most steps between two fits. At first fits follow faster, and a try is fitted at once."""
+"""The most steps between two fits. The first fits come sooner, and a try is fitted at once."""
 RIDGE = 1e-9
 """The ridge, a share of the fit's own weight: without it a feature that never varied (rows, at a constant load) has no
 solution."""

@@ -46,7 +46,7 @@ class Positions(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """What the chunks of one step may cost together.
+    """The limits on the chunks of one step together, and the costs of their tokens.
 
     max_tokens     tokens of all chunks
     seconds        seconds of all chunks without the fixed cost

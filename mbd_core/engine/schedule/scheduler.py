@@ -8,8 +8,8 @@ A sequence is admitted with pages for its prefix and its first window, and grows
 tokens, prompt or generated, are published in the pool, where the next request with the same prefix (the next turn of a
 conversation, a preempted sequence) finds them. The rest of a prefix is stored in whole blocks under a budget of tokens
 a step, and of seconds where sequences decode (`pacing.py`), so that a long prompt does not stall them. Only here age
-does not decide: the prefix with the least left goes first, so that a short prompt does not wait for a long one; but in
-every fourth step the oldest does, so that a long one goes on.
+does not decide: the prefix with the least left goes first, so that a short prompt does not wait for a long prompt. In
+every fourth step the oldest prefix goes first, so that a long prompt goes on.
 
 One step of the engine:
 
@@ -255,8 +255,8 @@ class Scheduler:
     # -- pages --------------------------------------------------------------------------------------------------
 
     def _take_pages(self, sequence: SequenceState) -> bool:
-        """Give a waiting sequence its pages, the leading ones shared where their content is known; false, and no page,
-        if there are too few.
+        """Give a waiting sequence its pages; leading pages with known content are shared. Returns false, and gives no
+        page, if there are too few.
 
         One page is left for each running sequence that will still grow; otherwise the new sequence would be preempted
         at once.

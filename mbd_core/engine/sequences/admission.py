@@ -70,8 +70,8 @@ class Admission:
 
     max_positions  positions of a sequence, at most the model's
     num_pages      pages that a sequence can own
-    adapters       names of the loaded LoRA adapters, live; a copy in another process has none and leaves the check to
-                   the engine
+    adapters       names of the loaded LoRA adapters, which change while the engine runs. A copy of this object in
+                   another process has no names and leaves the check to the engine
     ar_adapters    names of the adapters with which the model has an autoregressive mode
     grammars       whether the engine can compile grammars
     draft          the engine's draft model, if it has one
@@ -123,8 +123,8 @@ class Admission:
         return max(0, self.max_length - prompt_length)
 
     def default_max_tokens(self, request: Request) -> int:
-        """The number of tokens for a request that names no number: its `max_tokens`, or the nearest number that its
-        method can decode and that fits behind its prompt. If nothing fits it is 1, which `check` refuses."""
+        """The `max_tokens` for a client that gave none: `request.max_tokens`, or the nearest number that its method
+        can decode and that fits behind its prompt. If nothing fits, the number is 1, which `check` refuses."""
 
         def pages(max_tokens: int) -> int:
             candidate = replace(request, max_tokens=max_tokens)
@@ -139,7 +139,7 @@ class Admission:
         return max(1, number)
 
     def _in_draft_blocks(self, request: Request) -> Request:
-        """The request with the blocks of the draft model, if that drafts for it."""
+        """The request with the draft model's block size, if the draft model drafts for it."""
         verify = request.decoding.verify
         if self._draft is None or verify is None or not verify.draft_model:
             return request
@@ -189,7 +189,7 @@ class Admission:
             return
         changes, causal = _revising_part(request.decoding), request.decoding.causal
         if causal is not None and causal.method == "ar" and causal.thinking is None:
-            changes = None  # token by token, each of which a guide takes in
+            changes = None  # it decodes token by token, and a guide takes in each token
         verify = request.decoding.verify
         if verify is not None and verify.exact:
             changes = None  # from left to right, as at block size 1
@@ -396,8 +396,8 @@ class Admission:
         if model.attention != "block_causal" or not model.has_mask:
             instead = " or ".join(model.prefix_methods) or "a canvas"
             raise ValueError(
-                f"verify needs a model that drafts blocks and has block size 1 as a mode; {model.architecture} has "
-                f"not: take {instead}"
+                f"verify needs a model that drafts blocks and has a mode with block size 1; {model.architecture} has "
+                f"no such mode: take {instead}"
             )
         if model.moe is not None and model.moe.expert_capacity:
             raise ValueError(

@@ -90,7 +90,7 @@ class SequenceState:
     block_ages         forwards that the blocks in its slots took part in, while it is preempted
     added_at, admitted_at, stored_at  when it arrived, was first admitted, and had its prompt stored, in seconds of
                        `time.perf_counter`; 0 before that
-    prompt_until       `stored_at`, or where that forward decoded too, its beginning
+    prompt_until       `stored_at`; if the forward that stored the last of the prompt decoded too, its beginning
     """
 
     request: Request
@@ -157,7 +157,7 @@ class SequenceState:
 
     @property
     def is_drafted(self) -> bool:
-        """Whether the engine's draft model drafts for it, which has keys in its pages too."""
+        """Whether the engine's draft model drafts for it. Its pages then hold the draft model's keys too."""
         verify = self.request.decoding.verify
         return verify is not None and verify.draft_model
 
@@ -188,21 +188,22 @@ class SequenceState:
 
     @property
     def shares_prefix(self) -> bool:
-        """Whether its pages may be shared: they depend on the tokens before them alone, so no canvas and no prompt
-        under full attention (D2F). Not if the request records experts, because shared pages have none for it."""
+        """Whether its pages may be shared. Their keys must depend on earlier tokens alone, which excludes canvases and
+        prompts under full attention (D2F). A request that records experts shares none: a shared page has no experts
+        for it."""
         config = self.request.decoding
         is_alike = config.canvas is None and not config.attends_in_full and config.prefix_cache is not False
         return is_alike and not self.request.experts
 
     def prefilled_to(self, stop: int) -> None:
-        """Its prefix is stored, or being stored, up to `stop`; the last of it commits it."""
+        """Note that its prefix is stored, or being stored, up to `stop`; a whole prefix is committed."""
         self.prefilled = stop
         if stop == self.prefix_length:
             self.committed = stop
 
     def commit(self, tokens: list[int]) -> None:
-        """Append final tokens: whole blocks from position `committed` on, of which the boundary block repeats the
-        prompt's remainder.
+        """Append final tokens, whole blocks from position `committed` on. The boundary block repeats the prompt's
+        remainder.
         """
         if not tokens:
             return
@@ -219,7 +220,7 @@ class SequenceState:
         assert self.is_canvas or self.committed <= len(self.tokens), "positions without tokens count as stored"
 
     def began_under(self, version: int) -> None:
-        """It was admitted, for the first time or again, under these weights."""
+        """Note that it was admitted, for the first time or again, under these weights."""
         self.weights = (self.weights[0] if self.weights else version, version)
 
     def rewind(self) -> None:
@@ -242,12 +243,12 @@ class SequenceState:
 
     @property
     def queue_seconds(self) -> float:
-        """From its arrival to its first batch row; 0 before that."""
+        """Seconds from its arrival to its first batch row; 0 before that."""
         return max(0.0, self.admitted_at - self.added_at)
 
     @property
     def prompt_seconds(self) -> float:
-        """From its first batch row to its first forward that decodes, or to the end of its prompt before that."""
+        """Seconds from its first batch row to `prompt_until`; 0 before that."""
         return max(0.0, self.prompt_until - self.admitted_at)
 
     def counts(self) -> Counts:

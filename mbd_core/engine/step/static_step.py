@@ -71,7 +71,7 @@ def _after_forward(
 
 
 _MOST_COMPILED = 64
-"""The forms of a half that may be compiled: one for each set of work and each of one, two and more batch rows."""
+"""The forms of a half that may be compiled: one for each set of work, and for one, two or more batch rows."""
 
 
 @cache

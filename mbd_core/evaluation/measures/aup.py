@@ -23,7 +23,7 @@ def sorted_points(points: ArrayLike) -> np.ndarray:
 
 
 def are_kept(curve: np.ndarray, *, y_min_offset: float = Y_MIN_OFFSET) -> np.ndarray:
-    """Which of the sorted points d3LLM keeps: those at most `y_min_offset` less accurate than the slowest one."""
+    """Which of the sorted points d3LLM keeps: points at most `y_min_offset` less accurate than the slowest."""
     return ~(curve[:, 1] < curve[0, 1] - y_min_offset)
 
 
@@ -40,8 +40,8 @@ def aup_d3llm(
     """d3LLM's AUP: the rectangle up to the first point, then trapezoids of accuracies weighted by W.
 
     `W(y) = min(exp(-alpha * (1 - y / y_max)), 1)`, `y_max` the best accuracy of any method on the task, in each draw.
-    Points that are not kept are left out; the released code raises an error instead if the fastest is one of them.
-    Raises `ValueError` for no points or a `y_max` that is not above 0 although an accuracy is.
+    Points that are not kept are left out; the released code raises an error instead if the fastest point is not kept.
+    Raises `ValueError` for no points, and if an accuracy is above 0 but `y_max` is not.
     """
     curve, y_max = sorted_points(points), np.asarray(y_max, dtype=float)
     is_kept, tpf, accuracy = are_kept(curve, y_min_offset=y_min_offset), curve[:, 0], curve[:, 1]

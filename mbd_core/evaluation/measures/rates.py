@@ -1,6 +1,6 @@
 """Rates computed from raw counts: accuracy, TPF and NFE over the samples of one configuration.
 
-Samples have no seconds: their batches mix configurations. `batch/timing.py` has those of timed runs.
+Samples have no seconds: their batches mix configurations. `batch/timing.py` has the seconds of timed runs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -72,7 +72,7 @@ class Summary:
     accuracy           percent right of all `n`, errors counted as wrong; `accuracy_low` and `accuracy_high` are the
                        bounds of its 95 % Wilson interval, of a bootstrap over problems where these have several draws
     by_rule            the accuracy by each rule that judged a sample: strict and flexible extraction, or EvalPlus's
-                       base inputs and these with the plus inputs; a sample that a rule did not judge is wrong
+                       base inputs, and its base and plus inputs; a sample that a rule did not judge is wrong
     tpf                mean over samples of useful tokens per forward; `tpf_stderr` the standard error of that mean
     tpf_ratio_of_sums  all useful tokens / all forwards
     nfe                mean forwards per sample; `nfe_stderr` the standard error of that mean
@@ -81,7 +81,7 @@ class Summary:
     cut                answers that ended at the limit of their tokens
     errors             samples without counts; they do not enter tpf and nfe
 
-    A number is `None` if the endpoint did not say it of each sample.
+    A number is `None` if the endpoint did not say it for every sample.
     """
 
     n: int

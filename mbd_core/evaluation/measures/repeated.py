@@ -67,7 +67,7 @@ def pass_at(num_samples: int, num_right: int, k: int) -> float:
 
 def maj_at(samples: Sequence[GradedSample], k: int) -> float:
     """The chance that the answer with the most votes among `k` is right, over all choices of `k` answers, or over
-    `MOST_SUBSETS` drawn ones where there are more. Answers with equally many votes have equal chances. A text without
+    `MOST_SUBSETS` drawn choices if there are more. Answers with equally many votes have equal chances. A text without
     an answer has no vote."""
     if math.comb(len(samples), k) <= MOST_SUBSETS:
         subsets = list(itertools.combinations(samples, k))

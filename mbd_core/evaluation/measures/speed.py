@@ -15,8 +15,8 @@ def config_of(row: TimedRow) -> tuple[str, str, str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredSpeed:
-    """One configuration's speed on a task. Seconds are the engine's: from the moment when it is given a request,
-    nothing of it cached, to the moment when it gives the whole answer back; text is made elsewhere.
+    """One configuration's speed on a task. Seconds are the engine's: from the moment when it gets a request, of which
+    nothing is cached, to the moment when it returns all tokens of the answer.
 
     num_alone, num_together  requests in the two runs: one at a time, and `concurrency` always under way
     tpf_alone            useful tokens / forwards of the requests that ran one at a time

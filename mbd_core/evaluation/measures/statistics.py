@@ -57,8 +57,8 @@ def bootstrap(groups_P: np.ndarray, *, seed: int | Sequence[int], num_draws: int
     """How often each problem counts in each draw (D, P), in blocks of draws.
 
     `groups_P` numbers the group of each problem, from 0. A draw takes as many groups as there are, with replacement,
-    and for each of them as many of its problems: with one group this is the plain bootstrap. Whatever is measured on
-    the same draws is paired by problem and by group.
+    and from each drawn group as many problems as it has, with replacement. With one group this is the plain bootstrap.
+    Numbers that are measured on the same draws are paired by problem and by group.
     """
     generator = np.random.default_rng(seed)
     places = [np.flatnonzero(groups_P == number) for number in range(groups_P.max() + 1)]
@@ -105,7 +105,8 @@ def mean_and_stderr(values: Sequence[float]) -> tuple[float, float]:
 
 
 def spread_of_mean(distances: Sequence[float]) -> float:
-    """The distance from the mean of independent numbers to its bound, given each number's distance to its own."""
+    """The distance from the mean of independent numbers to its bound, given each number's distance to its own
+    bound."""
     return math.sqrt(sum(distance**2 for distance in distances)) / len(distances)
 
 
@@ -123,7 +124,7 @@ def student_interval(values: Sequence[float]) -> Interval | None:
 
 def wilson_interval(successes: int, n: int) -> tuple[float, float]:
     """The 95 % score interval of a share (Wilson 1927), from 0 to 1. Unlike share ± error it never leaves that range,
-    and it has a width also where all of few trials, or none, succeed."""
+    and it has a width even if all of a few trials succeed, or none."""
     from scipy.stats import binomtest
 
     if n == 0:

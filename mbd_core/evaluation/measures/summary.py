@@ -1,11 +1,12 @@
 """The numbers of a sweep's report: a summary of every configuration, and both AUPs with their points and intervals.
 
 The intervals are of a bootstrap over a task's problems, with the same draws for every configuration. Each draw
-computes all curves anew: their points and the order of these, y_max, and the points that d3LLM drops. An AUP is a
-function of the problems, and all of these depend on them.
+computes all curves anew: their points and the order of these, y_max, and the points that d3LLM drops. All of these
+depend on the problems.
 
 A mean over tasks has an interval of its own: of the means of the tasks' draws. Draws of different tasks are
-independent; tasks of the same problems share theirs, since an answer to one says much of the answer to the other.
+independent; tasks of the same problems share their draws, because the answers to a problem in two tasks are not
+independent.
 """
 
 import json
@@ -49,7 +50,7 @@ SamplesByKey = Mapping[ReportKey, Sequence[GradedSample]]
 class AupRow:
     """Both AUPs of a model and method on a task, with the settings that they depend on.
 
-    eq41, d3llm  without bounds where none can be drawn
+    eq41, d3llm  without bounds if the bootstrap gives none
     anchor       the slowest point; d3LLM's area up to it is a rectangle without weight, and no point is added at TPF 1
     y_max        the best accuracy in the pool, which is every row on the task; `y_max_of` is the row that has it
     y_max_pool   the models and methods of the pool, with their numbers of configurations
@@ -199,8 +200,8 @@ def _curve(aup: AupRow) -> CurveKey:
 def with_intervals(
     aups: Sequence[AupRow], samples: SamplesByKey, *, num_draws: int = NUM_DRAWS
 ) -> tuple[list[AupRow], list[AupMean]]:
-    """The AUPs with their percentile intervals, and the means over tasks of the AUPs over every size, with theirs. A
-    task's interval does not depend on other tasks."""
+    """The AUPs with their percentile intervals, and the means over tasks of the AUPs over every size, with their
+    intervals. A task's interval does not depend on other tasks."""
     areas: dict[tuple[CurveKey, str], np.ndarray] = {}
     for task in dict.fromkeys(key.task for key in samples):
         of_task = {key: graded for key, graded in samples.items() if key.task == task}
@@ -233,8 +234,8 @@ def with_intervals(
 def task_areas(
     samples: SamplesByKey, curves: Sequence[CurveKey], alpha: float, *, num_draws: int
 ) -> Iterator[np.ndarray]:
-    """Eq. 4.1's AUP and d3LLM's in every draw (2, D) for each curve on the task of `samples`; of a single
-    problem NaN."""
+    """Eq. 4.1's AUP and d3LLM's in every draw (2, D) for each curve on the task of `samples`; NaN if the task has a
+    single problem."""
     problems = {sample.problem for graded in samples.values() for sample in graded}
     if len(problems) < 2:
         yield from (np.full((2, num_draws), np.nan) for _ in curves)
@@ -257,7 +258,7 @@ def drawn_points(samples: SamplesByKey, *, seed: int, num_draws: int) -> np.ndar
     """TPF and accuracy of every configuration in every draw (K, 2, D); NaN where a draw holds none of its problems, as
     in a sweep that is not finished."""
     problems = {name: n for n, name in enumerate(sorted({s.problem for graded in samples.values() for s in graded}))}
-    sums_PC = np.zeros((len(problems), 4 * len(samples)))  # samples, right ones, decoded ones, TPF
+    sums_PC = np.zeros((len(problems), 4 * len(samples)))  # samples, right samples, decoded samples, TPF
     for number, graded in enumerate(samples.values()):
         for sample in graded:
             row = sums_PC[problems[sample.problem], 4 * number : 4 * number + 4]

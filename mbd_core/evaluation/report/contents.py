@@ -44,7 +44,7 @@ from mbd_core.tables import Table, markdown
 
 @dataclass(frozen=True, kw_only=True)
 class SweepNumbers:
-    """What a report says of its sweeps.
+    """The numbers of a report's sweeps, and the words for them.
 
     labels    column heads by task
     settings  what a reader needs to judge the numbers

@@ -16,7 +16,7 @@ COLUMNS = ("sample", "model", "method", "task", "config", "reference", "detail",
 
 @dataclass(frozen=True, kw_only=True)
 class HarnessNumbers:
-    """The metrics of a configuration over its graded answers; the others were not decoded or not graded."""
+    """The metrics of a configuration over its graded answers; other answers were not decoded or not graded."""
 
     num_graded: int
     num_answers: int
@@ -24,8 +24,8 @@ class HarnessNumbers:
 
 
 def harness_numbers(folders: Sequence[Path], keys: Sequence[ReportKey]) -> dict[ReportKey, HarnessNumbers]:
-    """The numbers of the harness's tasks among the configurations, and of the groups asked for. The key of a group is
-    no configuration's. A sample that two folders hold counts once."""
+    """The numbers of the harness's tasks among the configurations, and of the groups asked for. No configuration has
+    the key of a group. A sample that two folders hold counts once."""
     if not any(key.task.startswith(HARNESS_PREFIX) for key in keys):
         return {}
     rows = {

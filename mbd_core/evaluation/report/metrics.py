@@ -105,7 +105,7 @@ METRICS: Mapping[MetricName, ReportMetric] = {
         long="forwards",
         form=".1f",
         better="↓",
-        meaning="decode forwards of a sample, store-only ones included, prompt-only prefill not; mean over samples",
+        meaning="decode forwards of a sample, store-only forwards included, prefill alone not; mean over samples",
     ),
     "positions": ReportMetric(
         field="positions",
@@ -129,7 +129,8 @@ METRICS: Mapping[MetricName, ReportMetric] = {
         name="AUP Eq. 4.1",
         better="↑",
         meaning="area under accuracy over TPF by the trapezoid, over all configurations of a model and method on a "
-        "task; 0 with a single one. Of several tasks the mean. [95 %]: percentiles of a bootstrap over the problems",
+        "task; 0 with a single configuration. Of several tasks the mean. [95 %]: percentiles of a bootstrap over "
+        "the problems",
     ),
     "aup": ReportMetric(
         field="aup_d3llm",
@@ -144,7 +145,7 @@ METRICS: Mapping[MetricName, ReportMetric] = {
         form=".1f",
         better="↑",
         meaning="useful tokens / seconds of requests, one at a time; a request's seconds run from its tokens in to "
-        "its whole answer out, prompt included, tokenizer and network not",
+        "its whole answer out, with the prompt, without tokenizer and network",
     ),
     "decode_tps": ReportMetric(
         field="decode_tps_batch_1",
@@ -177,7 +178,7 @@ METRICS: Mapping[MetricName, ReportMetric] = {
         form=".1f",
         better="↑",
         meaning="useful tokens of all requests / seconds from the first's beginning to the last's end, with "
-        "`--concurrency` requests under way as long as there are as many",
+        "`--concurrency` requests under way while there are enough",
     ),
     "latency_together": ReportMetric(
         field="latency_together_p50",
@@ -197,8 +198,8 @@ def metric_table() -> Table:
     return Table(
         title="What the numbers are",
         lead=(
-            "An average over tasks is their mean. The interval of an average accuracy combines those of the tasks, as "
-            "of independent ones, which tasks of the same problems (HumanEval and HumanEval+) are not. "
+            "An average over tasks is their mean. The interval of an average accuracy combines the tasks' intervals "
+            "as if the tasks were independent; tasks of the same problems (HumanEval and HumanEval+) are not. "
             "docs/reference/evaluation.md of the project has more.",
         ),
         columns=("Metric", "Unit", "Better", "Is"),

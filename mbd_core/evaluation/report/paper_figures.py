@@ -1,15 +1,14 @@
-"""What the papers report, table by table: MBD-LMs Tables 1 to 3, D2F Tables 1 to 4, BlockBatch Table 1.
+"""The papers' printed figures, by table: MBD-LMs Tables 1 to 3, D2F Tables 1 to 4, BlockBatch Table 1.
 
-A figure is a text as it is printed, with the model, method and benchmarks that it is of. Which model folder is a
-paper's model is said by `MODELS` and nowhere else. The method is the decoding that the paper gives for the row
-(MBD-LMs Table 4, D2F Sec. 5.1 and Table 8, BlockBatch App. E.3); what a paper leaves open is not compared, but for
-blocks of 32, with which Fast-dLLM and LocalLeap are released, and which BlockBatch's Vanilla on LLaDA has here too.
-Left out are columns that follow from others (gains, speedups, latency costs), and nothing else: every cell of these
-tables is legible in the text of the papers.
+A figure is a text as it is printed, with its model, method and benchmarks. `MODELS` alone says which model folder
+holds a paper's model. The method is the decoding that the paper gives for the row (MBD-LMs Table 4, D2F Sec. 5.1 and
+Table 8, BlockBatch App. E.3). Fields that a paper leaves open are not compared. The exception are blocks of 32, the
+released setting of Fast-dLLM and LocalLeap, which BlockBatch's Vanilla on LLaDA has here too. Only columns that follow
+from others (gains, speedups, latency costs) are left out.
 
 Not all figures can be of the whole benchmark: SDAR-8B-Chat-b4's 64.80 and 65.80 on MBPP+ are no multiples of 1/378,
-and its 73.70 on HumanEval+ is none of 1/164. Its average TPF by MultiBD (training-free) is printed as 2.00, while the
-mean of its four is 2.02.
+and its 73.70 on HumanEval+ is no multiple of 1/164. Its average TPF by MultiBD (training-free) is printed as 2.00,
+while the mean of its four TPFs is 2.02.
 """
 
 import sys
@@ -316,7 +315,7 @@ def _canvas(name: str, **changes: Any) -> MethodFields:
 
 
 def _d2f_method(method: str, task: str, base: str) -> tuple[str, MethodFields]:
-    """The model (none: `base`, which its table is of) and the decoding of a row of Tables 1 and 2."""
+    """The model (none: `base`, the table's model) and the decoding of a row of Tables 1 and 2."""
     name = "gsm8k" if task == "gsm8k-cot" else task
     if method == "D2F-LLaDA":
         return method, {**PARTS, "tokens_per_step": 1, **D2F_TABLE_8[f"LLaDA/{name}"]}

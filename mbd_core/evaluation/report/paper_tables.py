@@ -1,7 +1,7 @@
 """The papers' tables with a sweep's own numbers beside the printed ones, where model, method and benchmark are equal.
 
-The model is the same if its folder has one of the names that `paper_figures.MODELS` lists, the method if the decoding
-configuration has all the fields that the paper gives for the row, whatever it is called. Nothing is guessed.
+Two models are equal if the folder has one of the names in `paper_figures.MODELS`. Two methods are equal if the
+decoding configuration has all the fields that the paper gives for the row, whatever its name. Nothing is guessed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,24 +20,24 @@ PaperVerdict = Literal["inside", "outside", "not judged"]
 
 NOTE = (
     "A printed figure is inside or outside the 95 % interval of ours: Wilson's for accuracies, the mean ± 1.96 "
-    "standard errors for TPF, NFE and generated tokens, both combined over benchmarks, as of independent "
-    "ones, where the figure is an average. "
+    "standard errors for TPF, NFE and generated tokens. For an average, both are combined over the benchmarks as if "
+    "these were independent. "
     "The papers give no intervals, so a figure just outside may still be the same. Speeds are of other machines, and "
     "the anchors and pools of the papers' AUP are not published: these are not judged. Our TPS and latency are those "
     "of requests alone (Batch-1 TPS, Table 3: Batch-1 decode TPS; latency: the median), our AUP is d3LLM's over all "
-    "configurations of the model and method here, with its bootstrap interval; an average has that of the "
-    "first table, if the tasks there are just the figure's, and else none."
+    "configurations of the model and method here, with its bootstrap interval; an average has the interval of the "
+    "first table if that table has exactly the figure's tasks, else none."
 )
 
-NOT_PRINTED = "Not printed, because no row here has the model, the decoding and the benchmark of one of theirs:"
+NOT_PRINTED = "Not printed, because no row here has the model, the decoding and the benchmark of one of their rows:"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Beside:
     """A printed figure, our number for it and its 95 % interval (`None` where it has none), and how they compare.
 
-    n        samples of ours, over all benchmarks of the figure
-    configs  the decoding configurations of ours, by task
+    n        our samples, over all benchmarks of the figure
+    configs  our decoding configurations, by task
     """
 
     head: str
@@ -58,7 +58,7 @@ class Beside:
 
 @dataclass(frozen=True, kw_only=True)
 class BesideRow:
-    """A row with at least one number of ours: every printed figure as text, and ours by column."""
+    """A row with at least one number of ours: every printed figure as text, and our numbers by column."""
 
     group: str
     name: str
@@ -259,7 +259,7 @@ def recipes_needed(table: PaperTable) -> str:
 
 
 def paper_content(tables: Sequence[BesideTable]) -> list[dict[str, Any]]:
-    """The figures that have ours beside them, for `report.json`."""
+    """The figures that have our numbers beside them, for `report.json`."""
     return [
         {
             "table": table.table.title,

@@ -1,7 +1,7 @@
 """The samples that a report's page shows: a bounded choice, the same for the same rows, made without reading the rest.
 
-Which samples are wrong is read of all rows; prompts, texts and decodings only of the parts that hold a chosen one. So
-neither the page nor the memory that it takes grows with the sweep.
+The grades of all rows are read; prompts, texts and decodings only in the parts that hold a chosen sample. So neither
+the page nor the memory that it takes grows with the sweep.
 """
 
 import json
@@ -31,7 +31,8 @@ SHOWN = ("sample", "problem_id", "seed", "draw", "reference", *ANSWER)
 
 @dataclass(frozen=True)
 class SamplePlace:
-    """Where a sample lies: wrong ones come first, then the order of the plans and of each plan's samples."""
+    """Where a sample lies. Wrong samples come first; the rest of the order is that of the plans and of each plan's
+    samples."""
 
     correct: bool
     plan: int
@@ -46,10 +47,10 @@ class SamplePlace:
 
 @dataclass(frozen=True, kw_only=True)
 class ShownSamples:
-    """What is shown of each configuration, as JSON texts, and how it was chosen.
+    """The samples that are shown of each configuration, as JSON texts, and how they were chosen.
 
     samples  JSON objects by configuration, in the order of `SamplePlace.rank`; `prompt` is an index into `prompts`
-    prompts  JSON texts: what the model was given
+    prompts  JSON texts of the models' inputs
     each     samples of each configuration on each task, at most
     left_out chosen samples for which the page had no room
     """
@@ -62,7 +63,7 @@ class ShownSamples:
 
     @property
     def note(self) -> str:
-        """How many of how many are shown, and which."""
+        """A sentence: how many samples are shown, of how many, and which."""
         count = sum(map(len, self.samples.values()))
         if count == self.total:
             return f"All {self.total:,} samples are here."
@@ -138,7 +139,7 @@ def _texts(places: Sequence[SamplePlace]) -> dict[tuple[Path, int], tuple[str, s
 
 
 def _rows(path: Path, indices: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """Rows of a part; what an earlier version did not write is `None`."""
+    """Rows of a part; a column that an earlier version did not write is `None`."""
     file = pq.ParquetFile(path)
     names = (*SHOWN, "prompt", "input")
     table = file.read(columns=[name for name in names if name in file.schema_arrow.names])

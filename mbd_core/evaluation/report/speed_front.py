@@ -11,7 +11,7 @@ from mbd_core.files import write_json
 
 
 def front_of(report: Mapping[str, Any], *, model: str | None = None, tasks: Sequence[str] = ()) -> SpeedFront:
-    """The front of a model over tasks of a sweep (`None` and none: all that the sweep has).
+    """The front of a model over tasks of a sweep: by default its only model, and all its tasks.
 
     A configuration's accuracy and tokens per forward are their means over the tasks. Raises `ValueError` for a model
     or task that the sweep lacks.

@@ -26,7 +26,7 @@ SPEED_HEADS = (
 SPEED_NOTE = (
     "Measured on the machine named above, each configuration by itself in an engine of its own buffer size that runs "
     "nothing else, warmed up with the same requests, without a prefix cache. No number above this section differs "
-    "from run to run. Together means with {together} requests under way as long as there are as many."
+    "from run to run. Together means with {together} requests under way while there are enough."
 )
 
 
@@ -141,7 +141,7 @@ COLUMNS = ("sample", "model", "method", "task", "config", "problem_id", "seconds
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointSeconds:
-    """Percentiles of the seconds of an endpoint's answers to a task; `None` where there are too few for one."""
+    """Percentiles of the seconds of an endpoint's answers to a task; `None` if the answers are too few."""
 
     model: str
     method: str
@@ -186,8 +186,8 @@ def seconds_table(seconds: Sequence[EndpointSeconds], labels: Mapping[str, str])
         title="Endpoints",
         brief=True,
         lead=(
-            "Seconds from a request to its whole answer, --concurrency of them under way: network and the endpoint's "
-            "other load included, waits for its retries not. Nearest-rank percentiles.",
+            "Seconds from a request to its whole answer, with --concurrency requests under way. They include the "
+            "network and the endpoint's other load, but no waits before retries. Nearest-rank percentiles.",
         ),
         columns=(*SUBJECT[:3], "n", "p50 / p90 / p99 (s)"),
         numeric=(3, 4),

@@ -51,7 +51,7 @@ class SweepSummary:
 
     @property
     def headlines(self) -> str:
-        """What a terminal shows: the other tables say more of the same samples, or what the numbers are."""
+        """The tables for a terminal. The other tables only detail the same samples, or define the numbers."""
         return markdown(replace(table, see="") for table in self.tables if table.brief)
 
 
@@ -132,7 +132,7 @@ def planned_samples(records: Sequence[SweepRecord]) -> int:
 
 
 def times_of(folders: Sequence[Path], rows: Sequence[ReportRow]) -> list[MeasuredSpeed]:
-    """The speeds in the order of the report's rows; of a case that two folders hold, the first's."""
+    """The speeds in the order of the report's rows. If two folders hold a case, the first folder's counts."""
     first_folder: dict[tuple[str, str, str, str], int] = {}
     rows_once = [
         row
@@ -207,8 +207,8 @@ def _records_by_plan(records: Sequence[SweepRecord]) -> list[SweepRecord]:
 
 
 def _joined_settings(folders: Sequence[Path], records: Sequence[SweepRecord]) -> Mapping[str, Any]:
-    """The settings of one sweep, or those of each by its folder's name; all machines on which shards ran, and the ways
-    in which these contained programs. Of each model the digest says which weights it has."""
+    """The settings of one sweep, or each sweep's settings by its folder's name. They name all machines on which shards
+    ran, and how these contained programs. A model's digest says which weights it has."""
     plan_records = _records_by_plan(records)
     if len(plan_records) > 1:
         return {

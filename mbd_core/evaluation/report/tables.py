@@ -24,7 +24,7 @@ SETTINGS = "What was run"
 Varied = Mapping[ReportKey, str]
 
 BEST_NOTE = (
-    "Each row is a model and method, with its most accurate configuration on each task (on ties that of the higher "
+    "Each row is a model and method, with its most accurate configuration on each task (on ties the one of higher "
     "TPF). The choice was made on these samples, so with many configurations the accuracies are biased upwards."
 )
 
@@ -121,10 +121,10 @@ def configuration_table(rows: Sequence[ReportRow], labels: Mapping[str, str]) ->
 
 
 DRAFT_DEFINITIONS = (
-    "Judged: drafted tokens that a verification compared with the model at block size 1. Confirmed: those that it "
-    "accepted. Refused or behind: the draft's block proposed them, and the verification put its own token or did not "
-    "come to them. Useful tokens that were not confirmed are the verification's own, or were accepted of a draft by "
-    "confidence."
+    "Judged: drafted tokens that a verification compared with the model at block size 1. Confirmed: judged "
+    "tokens that it accepted. Refused or behind: drafted tokens that the verification replaced by its own, or did not "
+    "reach. Useful tokens that were not confirmed are the verification's own tokens, or drafted tokens that were "
+    "accepted by confidence."
 )
 
 
@@ -154,9 +154,9 @@ def _draft_cells(drafted: int, confirmed: int, forwards: int) -> tuple[Cell, ...
 
 
 RULE_DEFINITIONS = (
-    "Percent right with the 95 % Wilson interval; a dash where the rule is none of the task's, or judged nothing. "
+    "Percent right with the 95 % Wilson interval; a dash if the task has no such rule, or the rule judged nothing. "
     "Strict: the answer stands where the task wants it, behind its mark or in \\boxed. Flexible: the answer is found "
-    "anywhere (of the project's own tasks the last number, else by math-verify). Base: the program passes the "
+    "anywhere (in the project's own tasks the last number, else by math-verify). Base: the program passes the "
     "benchmark's own inputs. Plus: these and EvalPlus's further inputs. Acc of the other tables is flexible for GSM8K "
     "and MATH, strict for the project's own tasks, and plus for EvalPlus's. A sample that was not judged is wrong."
 )
@@ -186,8 +186,8 @@ def rule_table(rows: Sequence[ReportRow], labels: Mapping[str, str]) -> Table | 
 REPEATED_DEFINITIONS = (
     "pass@k: the chance that one of k answers to a problem is right, by the unbiased estimator (Chen et al. 2021). "
     "maj@k: the chance that the answer with the most votes among k is right; answers that the grader takes as equal "
-    "are one, and ties share. A program has no vote. [95 %]: percentiles of 2,000 draws of problems, each with all "
-    "its answers (cluster bootstrap), as is that of Acc here."
+    "count as one answer, and tied answers share. A program has no vote. [95 %], of Acc here too: percentiles of "
+    "2,000 draws of problems, each with all its answers (cluster bootstrap)."
 )
 
 
@@ -215,11 +215,11 @@ def repeated_table(repeated: Mapping[ReportKey, Repeated], labels: Mapping[str, 
 
 
 AUP_CAPTION = (
-    "y_max, by which d3LLM's AUP weighs an accuracy, is the best accuracy in its pool: all configurations of this "
-    "report on the task. It moves with the pool. The anchor, up to which that area is a rectangle without weight, is "
-    "the first point; no point is added at TPF 1. [95 %]: percentiles of a bootstrap over the task's problems, with "
-    f"{NUM_DRAWS:,} draws, the same for all configurations; points, y_max and what is dropped are those of each draw. "
-    "A single problem has none, and where no answer differs a bootstrap has no width, which is no certainty."
+    "d3LLM's AUP weighs an accuracy by y_max, the best accuracy in its pool: all configurations of this report on the "
+    "task. y_max moves with the pool. The anchor is the first point: up to it the area is a rectangle without weight, "
+    "and no point is added at TPF 1. [95 %]: percentiles of a bootstrap over the task's problems, with "
+    f"{NUM_DRAWS:,} draws, the same for all configurations; each draw has its own points, y_max and dropped points. A "
+    "single problem has no interval. If no answer differs, the interval has no width, which is no certainty."
 )
 
 

@@ -1,4 +1,4 @@
-"""What runs inside the sandbox: a program that a model wrote, or tests that call one. Started by `processes.py`.
+"""The process inside the sandbox: it runs a model's program, or tests that call one. `processes.py` starts it.
 
     python -I -S child.py ROLE MODULES ORDER_FD IN_FD OUT_FD VERDICT_FD
 
@@ -48,8 +48,9 @@ def _limit(kind: int, value: int) -> None:
 
 
 def confine(walls: dict[str, Any]) -> None:
-    """A user of its own where the grader is root, and a limit of threads; without bubblewrap also namespaces as far as
-    the machine gives them, Landlock, and the filter of system calls. All for good; raises `OSError`."""
+    """Give up rights for good: become a user of its own if the grader is root, and limit threads. Without bubblewrap
+    also enter namespaces, as far as the machine gives them, Landlock, and the filter of system calls. Raises
+    `OSError`."""
     strict = walls["filter"] is not None
     user, has_namespaces = walls["user"], walls["apart"]
     if strict:
@@ -77,7 +78,8 @@ def _libc() -> Any:
 
 
 def _leave_namespaces(has_user: bool) -> bool:
-    """Own network and IPC namespaces where the machine allows them; whether the user's processes are counted anew."""
+    """Enter own network and IPC namespaces if the machine allows it. Returns whether the user's processes are counted
+    anew."""
     if has_user:
         _libc().unshare(NEW_NETWORK | NEW_IPC)
         _libc().prctl(KEEP_CAPABILITIES, 1, 0, 0, 0)
@@ -94,7 +96,8 @@ def _keep_capabilities(mask: int) -> None:
 
 
 def _enter_walls(files: list[str], folders: list[str], program: bytes, *, landlock: int) -> None:
-    """Landlock, if the kernel has it, with what may be read: files and what lies below them, and names in folders."""
+    """Enter Landlock, if the kernel has it, and the filter of system calls. Readable are `files` with everything below
+    them, and the names in `folders`."""
     import ctypes
 
     class Filter(ctypes.Structure):
@@ -122,8 +125,8 @@ READ_FILE, READ_FOLDER = 1 << 2, 1 << 3
 
 
 def _ruleset(version: int) -> tuple[bytes, int]:
-    """struct landlock_ruleset_attr with all that a version knows: files, from 4 on TCP, from 6 on sockets and signals
-    of other processes; and its size."""
+    """struct landlock_ruleset_attr with everything that a version knows (files; from 4 on TCP; from 6 on sockets and
+    signals of other processes), and its size."""
     rights = 13 + (version >= 2) + (version >= 3) + (version >= 5)
     words = [(1 << rights) - 1] + [3] * (version >= 4) + [3] * (version >= 6)
     return b"".join(word.to_bytes(8, sys.byteorder) for word in words), 8 * len(words)
@@ -222,8 +225,8 @@ def _as_set(out: Any) -> Any:
 
 
 def standard_streams() -> Callable[[Callable[[], Any]], Callable[[str], str]]:
-    """Put standard streams in place, for all inputs the same ones, because a program may import them by name. What
-    comes back makes of a function that reads and prints one from the input to the output.
+    """Put standard streams in place, the same for all inputs, because a program may import them by name. The returned
+    function turns a function that reads and prints into a function from the input to the output.
 
     Each stream has its `buffer`, and text and bytes have one place in it. Neither has a file descriptor.
     """
@@ -233,10 +236,10 @@ def standard_streams() -> Callable[[Callable[[], Any]], Callable[[str], str]]:
 
     class Bytes(io.BytesIO):
         def close(self) -> None:
-            """The next input needs it, and what was printed is still to be read."""
+            """Keep it open: the next input needs it, and its printed bytes are still to be read."""
 
         def read1(self, size: int | None = -1, /) -> bytes:
-            """A line at most: `stdin` then takes no more than it gives, and leaves the rest to who reads bytes."""
+            """A line at most. So `stdin` takes no more than it gives, and leaves the rest for readers of bytes."""
             return self.readline(size)
 
     class Text(io.TextIOWrapper):
@@ -286,7 +289,7 @@ def _wait_for_threads() -> None:
                 thread.join()
 
 
-# What is sent of a value: itself; the set of what it yields; whether there is one; what the function printed
+# The sent form of a value: itself; the set of its items; whether there is one; the text that the function printed
 CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "": lambda out: out,
     "set": _as_set,
@@ -379,7 +382,7 @@ def _counted_assertions(source: str, check: str) -> tuple[Any, int]:
 
 
 class AnswerError(Exception):
-    """What the program's function raised, by name, or a value that is no plain data."""
+    """The program's function raised an exception, which the message names, or a value is no plain data."""
 
 
 def stand_in(name: str, calls_fd: int, results_fd: int) -> Callable[..., Any]:

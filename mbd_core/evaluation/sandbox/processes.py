@@ -1,11 +1,11 @@
 """Processes for programs that a model wrote: their reach, and their limits.
 
 With bubblewrap (`bwrap`) a process has its own namespaces (no other process, no network), sees the system's libraries
-and Python read-only and no other file, not even `/proc`, and has a small throw-away folder. Where bubblewrap is absent
-or the machine forbids it, the process writes no file and starts no program, and Landlock, where the kernel has it,
-leaves it the same files to read. Either way it has no capability, a list of system calls says what it may ask of the
-kernel, it can start no process, open no socket and send no signal, and its time, memory, threads, files and output are
-limited. Where the grader is root, each program is a user of its own.
+and Python read-only and no other file, not even `/proc`, and has a small throw-away folder. If bubblewrap is absent or
+forbidden by the machine, the process writes no file and starts no program, and Landlock, if the kernel has it, lets it
+read the same files alone. Either way it has no capability, and a filter of system calls lets it start no process, open
+no socket and send no signal. Its time, memory, threads, files and output are limited. If the grader is root, each
+program is a user of its own.
 """
 
 import ctypes
@@ -46,7 +46,7 @@ SPARE_USERS = 1 << 14
 ALL_NEW = ["--unshare-all"]
 LIBRARIES = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
-ISOLATED: tuple[Isolation, ...] = ("bubblewrap", "landlock")  # the right results cannot be read there
+ISOLATED: tuple[Isolation, ...] = ("bubblewrap", "landlock")  # with these the right results cannot be read
 MEANING: dict[str, str] = {
     "bubblewrap": "bubblewrap: own namespaces, no files but Python's, no network, a filter of system calls",
     "landlock": "Landlock and a filter of system calls: no files but Python's, no writes, no network, no processes",
@@ -130,7 +130,7 @@ class Contained:
         return self.end()
 
     def end(self) -> int:
-        """Kill what is left of it; its exit status, negative for a signal."""
+        """Kill the rest of its processes. Returns its exit status, negative for a signal."""
         with suppress(ProcessLookupError):
             if self._process.poll() is None:
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -190,7 +190,7 @@ def contained(
 ) -> Iterator[Contained]:
     """A process of `child.py`, which is killed at the end of the body.
 
-    Its lines are the program's answers, or the verdict where `output_fd` takes the answers.
+    Its lines are the program's answers, or, if `output_fd` takes the answers, the verdict.
     """
     walls = isolation or available_isolation()
     with _contained_process(role, order, limits, input_fd, output_fd, walls, own_user=has_own_user(walls)) as process:
@@ -232,7 +232,7 @@ def _contained_process(
 
 
 def _walls(isolation: Isolation, *, own_user: bool) -> dict[str, Any] | None:
-    """The order to confine itself that the process carries out before it runs the program (`child.confine`)."""
+    """The order by which the process confines itself before it runs the program (`child.confine`)."""
     if isolation == "limits":
         return None
     strict = isolation != "bubblewrap"

@@ -1,16 +1,17 @@
-"""The program in a model's answer: which lines of a text are Python, and what of them the wanted function reaches.
+"""The program in a model's answer: the lines that are Python, and the definitions that the wanted function reaches.
 
 The rule is that of EvalPlus 0.3.1's sanitiser, stated anew:
 
-1. A run is a range of lines that is Python as it stands. The longest run of the answer that defines the function is
-   taken, by the lines that are not blank, the first of equal ones.
-2. Of a run stay the imports and the definitions that the function reaches. The first definition of a name counts. So
+1. A run is a range of lines that is Python as it stands. Of the answer's runs that define the function, the longest is
+   taken, counted without blank lines; of equal runs the first.
+2. The imports and the definitions that the function reaches are kept. The first definition of a name counts. So
    drivers, tests and examples of use around the function neither run nor fail.
 
-Where the sanitiser loses the function, or what it needs, more is done, so that a right answer is not lost with it:
-answers are read out of lists, quotes, tags and fences (`_parts`), or go on after the prompt (`_continuation`). What is
-decorated, returns nothing, or is defined in an `if` or `try` is kept too. A name is what Python takes it for: a
-driver's `n` is not the function's own `n`. Names that the answer lacks come from the prompt.
+The sanitiser loses some functions, or definitions that they need. More is done here, so that no right answer is lost
+with them. Answers are read out of lists, quotes, tags and fences (`_parts`), or go on after the prompt
+(`_continuation`). Functions that are decorated, return nothing, or are defined in an `if` or `try` are kept too. Names
+mean what they mean in Python: a driver's `n` is not the function's own `n`. Names that the answer lacks come from the
+prompt.
 """
 
 import ast
@@ -31,7 +32,7 @@ TAG = re.compile(r"</?(?:code|pre|answer|python|solution)\b[^>\n]{0,200}>|\[/?(?
 SPAN = re.compile(r"(?<!`)(`{1,3})(?!`)(?:(?:python3?|py)[ \t])?([^`\n]+)\1(?!`)")
 QUOTE = re.compile(r"^[ \t]*> ?", re.MULTILINE)
 END_OF_REASONING = "</think>"
-MOST_PARSED = 2_000_000  # characters of an answer, some seconds; the runs that were found by then count
+MOST_PARSED = 2_000_000  # characters of an answer, some seconds of work; then the runs that were found count
 COST = 100  # of a parse, in characters
 MOST_PARTS = 20
 MOST_CUTS = 200
@@ -54,8 +55,8 @@ def extract_program(prompt: str, entry_point: str, text: str) -> str:
 
 
 def _definition(answer: str, entry_point: str, before: Sequence["Statement"]) -> str | None:
-    """The program of the longest run that defines the function; a program whose function returns something goes
-    first."""
+    """The program of the longest run that defines the function; a program whose function returns something is
+    preferred."""
     if entry_point not in answer:
         return None
     silent, budget = None, Budget()
@@ -71,7 +72,7 @@ def _definition(answer: str, entry_point: str, before: Sequence["Statement"]) ->
 
 
 def _parts(answer: str, entry_point: str) -> Iterator[str]:
-    """The answer, and what may be the code in it where that is indented, quoted, or between tags or marks."""
+    """The answer, and the parts of it that may be the code: indented, quoted, or between tags or marks."""
     yield answer
     definition = re.compile(rf"^([ \t]+)(?:async def|def|class)[ \t]+{re.escape(entry_point)}\b", re.MULTILINE)
     for text in (answer, QUOTE.sub("", answer)) if QUOTE.search(answer) else (answer,):
@@ -89,7 +90,7 @@ def _parts(answer: str, entry_point: str) -> Iterator[str]:
 
 
 def _indented(text: str, place: int, indent: str) -> str:
-    """The lines around a place that are indented so far or farther, without that indent."""
+    """The lines around a place that are indented at least by `indent`, without it."""
     lines = text.split("\n")
     first = last = text.count("\n", 0, place)
     while first > 0 and (lines[first - 1].startswith(indent) or not lines[first - 1].strip()):
@@ -112,7 +113,7 @@ def _continuation(prompt: str, entry_point: str, answer: str) -> str | None:
 
 
 def _before(prompt: str, entry_point: str) -> str:
-    """What a prompt defines before the function, where that is Python."""
+    """The prompt's text before the function, if it is Python."""
     definition = re.search(rf"^(?:async )?def {re.escape(entry_point)}\b", prompt, re.MULTILINE)
     text_before = prompt[: definition.start()] if definition else ""
     return text_before if _state(text_before) == "whole" else ""
@@ -152,7 +153,7 @@ def _python_prefix(code: str) -> str | None:
 
 @dataclass
 class Budget:
-    """What may still be parsed, in characters: a text that models do not write could take hours."""
+    """The number of characters that may still be parsed. A text that no model writes could take hours."""
 
     left: int = MOST_PARSED
 
@@ -165,7 +166,8 @@ def python_runs(text: str, name: str, budget: Budget) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Runs:
-    """The search for runs. Lines that no line can mend end it early, so a text costs few times its length."""
+    """The search for runs. Lines that no further line can mend end it early, so its cost is a few times the text's
+    length."""
 
     lines: list[str]
     name: str
@@ -201,8 +203,9 @@ class _Runs:
         return _state(code)
 
     def _end(self, start: int) -> int | None:
-        """The end of the longest run from a line on, if there is one: before the first lines that are bad together,
-        which are looked for in steps twice as long each time and then by halves, and there the last whole ones."""
+        """The end of the longest run from a line on, if there is one. The first line with which the lines are bad is
+        found by doubling steps, then by halving. The run ends with the last line before it at which the lines are
+        whole."""
         good, step = start, 1
         bad = len(self.lines) + 1
         while good < len(self.lines):
@@ -224,8 +227,8 @@ StatementKind = Literal["import", "usual", "other", "silent"]
 class Statement:
     """A statement of a module that defines names.
 
-    kind   `usual`: a definition that EvalPlus's sanitiser keeps; `other`: one that it loses; `silent`: a function that
-           returns nothing, which it loses too; `import`
+    kind   `usual`: a definition that EvalPlus's sanitiser keeps; `other`: a definition that it loses; `silent`: a
+           function that returns nothing, which it loses too; `import`
     """
 
     node: ast.stmt
@@ -256,7 +259,7 @@ def _global_names(table: symtable.SymbolTable) -> Iterator[str]:
 
 
 def _statements(code: str) -> list[Statement]:
-    """The statements of a module that define names; others, and what runs only as a script, are left out."""
+    """The statements of a module that define names, without other statements and code that runs only as a script."""
     lines = code.split("\n")
     return [
         Statement(node=node, code=_code_of(node, lines), kind=kind, names=frozenset(_bound_names(node)))
@@ -302,7 +305,7 @@ def _bound_names(statement: ast.stmt) -> Iterator[str]:
 
 
 def _code_of(node: ast.stmt, lines: Sequence[str]) -> str:
-    """The statement's own text: it may share its line with others."""
+    """The statement's own text, without other statements on its lines."""
     decorators = getattr(node, "decorator_list", [])
     first, last = (decorators[0] if decorators else node).lineno - 1, node.end_lineno
     assert last is not None and node.end_col_offset is not None

@@ -3,7 +3,8 @@
 It is a list of what is allowed: what Python, numpy and threads need, and nothing that names another process, opens a
 connection, sends a signal, or makes memory that the limit of address space does not count. A call that is not listed
 returns EPERM, so that the program sees an exception; a recent one returns ENOSYS, as on a kernel without it, so that
-the C library takes its older way. Calls that can name a process are allowed for the calling one, which is 0.
+the C library takes its older way. Calls that can name a process are allowed for the calling process, whose number is
+0.
 """
 
 import errno
@@ -18,7 +19,7 @@ ALLOW, ERRNO = 0x7FFF0000, 0x00050000
 NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
 RECENT = 424  # from this number on all architectures share one table
 
-# A call's name, its number on x86-64, that on aarch64; a dash where it has none
+# A call's name, its number on x86-64, its number on aarch64; a dash is no number
 CALLS = """
     read 0 63, write 1 64, readv 19 65, writev 20 66, pread64 17 67, pwrite64 18 68, preadv 295 69, pwritev 296 70,
     preadv2 327 286, pwritev2 328 287, lseek 8 62, close 3 57, close_range 436 436, dup 32 23, dup2 33 -,
@@ -55,7 +56,8 @@ WRITES = """
 
 @dataclass(frozen=True)
 class Condition:
-    """What the low half of an argument must be: `in` the values; with `some` or with `none` of the values' bits."""
+    """A condition on the low half of an argument: it is `in` the values, or has `some` or `none` of the values'
+    bits."""
 
     argument: int
     test: Literal["in", "some", "none"]
@@ -63,7 +65,7 @@ class Condition:
 
 
 def _own_process(argument: int = 0) -> Condition:
-    """A process or thread by its number: the calling one."""
+    """An argument that names a process or thread must name the calling one."""
     return Condition(argument, "in", (0,))
 
 
@@ -124,7 +126,7 @@ def _number(call: str, column: int) -> int | None:
 
 
 def _allow_if(number: int | None, conditions: Sequence[Condition]) -> list[bytes]:
-    """Allow the call if its arguments are as they must be, else deny it; nothing where it has no number."""
+    """Allow the call if its arguments are as they must be, else deny it; nothing if the call has no number."""
     if number is None:
         return []
     body = [part for condition in conditions for part in _check_condition(condition)] + [_instruction(RETURN, ALLOW)]

@@ -258,7 +258,7 @@ def check_sweep_folder(folder: Path, record: SweepRecord | None = None, *, overw
     """Raise `ValueError` if the sweep of `record`, or with `overwrite` any sweep, cannot be written to `folder`.
 
     It can if the folder is empty or holds the same sweep, which is then resumed. With `overwrite` a finished sweep or
-    another one is replaced, unless foreign files lie beside it.
+    another sweep is replaced, unless foreign files lie beside it.
     """
     if folder_kind(folder) != KIND:
         check_target_folder(folder, KIND, overwrite=overwrite, in_place=True)
@@ -286,7 +286,7 @@ def check_sweep_folder(folder: Path, record: SweepRecord | None = None, *, overw
 
 def is_resumable(folder: Path, state: FolderState, record: SweepRecord, *, overwrite: bool) -> bool:
     """Whether the folder's sweep is the sweep of `record` and is resumed. With `overwrite` an interrupted sweep is
-    resumed, a finished one computed again."""
+    resumed, and a finished sweep is computed again."""
     return difference(state.record, record) is None and not (overwrite and is_finished(folder, state))
 
 

@@ -1,4 +1,4 @@
-"""What a user asks of a sweep: the tasks and how they are asked, models, methods, and how much."""
+"""A user's options of a sweep: the tasks and how they are asked, models, methods, and how much."""
 
 from typing import Annotated
 
@@ -50,11 +50,11 @@ class SweepOptions(TaskOptions):
     """Define a method by its decoding fields; repeatable."""
     grid: Annotated[str, Flag(metavar="FIELD=VALUE,...;...")] = ""
     """Decoding fields and their values, all combined. A field is varied under the methods that it concerns:
-    buffer_size, tau_add and tau_semi only under those with several slots."""
+    buffer_size, tau_add and tau_semi only under methods with several slots."""
     max_tokens: Annotated[int | None, Ge(1), Flag(default="the recipe's, 128 if generated")] = None
     """New tokens a problem."""
     samples: Annotated[int, Ge(1)] = 1
-    """Answers to a problem, for pass@k and maj@k; more than one takes a temperature."""
+    """Answers to a problem, for pass@k and maj@k; more than one needs a temperature."""
     temperature: Annotated[float, Ge(0.0), Flag(metavar="T")] = 0.0
     """Temperature of drawn tokens; 0: greedy."""
     top_p: Annotated[float, Le(1.0), Flag(metavar="P")] = 1.0

@@ -124,7 +124,7 @@ def _check_names(inputs: SweepInputs) -> None:
 
 
 def endpoint_notes(endpoint: Endpoint, tasks: Sequence[AskedTask]) -> list[str]:
-    """What a reader must know of an endpoint's numbers. Raises `ValueError` if it cannot hold a task's answers."""
+    """Notes for a reader on an endpoint's numbers. Raises `ValueError` if it cannot hold a task's answers."""
     for task in tasks:
         if task.name.startswith(f"{function_calls.FREE}:"):
             raise ValueError(

@@ -21,7 +21,7 @@ VERSIONS = ("mbd-cluster", "torch", "transformers", "math-verify")  # tokens and
 # The form of the rows, raised when the batching of parts or the columns of rows change: a folder must not hold rows
 # of two forms. A record without a form has form 1.
 ROWS = 2
-# Sizes that were asked for: how rows are batched, and which requests there is memory for.
+# Sizes among the options: they decide how rows are batched, and for which requests there is memory.
 ENGINE_SIZES = ("max_rows", "num_pages", "kv_memory_fraction")
 # Columns of a row that are no part of its problem.
 SAMPLE_KEY = ("sample", "model", "method", "config", "max_tokens", "seed", "draw", "sampling")
@@ -31,7 +31,8 @@ SAMPLE_KEY = ("sample", "model", "method", "config", "max_tokens", "seed", "draw
 class SweepRecord:
     """A sweep as its folder knows it. Two records with an equal `plan` give the same rows.
 
-    plan       what decides the rows: models by digest, configurations, problems, sizes, form, versions (`plan_of`)
+    plan       everything that decides the rows: models by digest, configurations, problems, sizes, form, versions
+               (`plan_of`)
     shard      the part of the sweep that lies in this folder
     num_parts  how many parts the sweep is cut into
     num_cases  configurations and tasks that are timed (`timed_cases`)
@@ -84,7 +85,7 @@ def current_plan(plan: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plan_of(sweep: Sweep, rows: Sequence[PlannedRow]) -> dict[str, Any]:
-    """What decides the rows of a sweep; `rows` are all its rows."""
+    """Everything that decides the rows of a sweep; `rows` are all its rows."""
     return {
         "models": {name: model_digest(model_folder(folder)) for name, folder in sweep.models.items()}
         | {name: endpoint.identity for name, endpoint in sweep.endpoints.items()},

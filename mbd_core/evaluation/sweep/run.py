@@ -1,6 +1,6 @@
-"""A sweep's run: what its folder lacks is decoded, graded, timed and written by an executor, and reported.
+"""A sweep's run: an executor decodes, grades and times the folder's missing parts, and a report follows.
 
-The same run again goes on from what lies there. Endpoints are asked from this process, which alone has their keys.
+A repeated run goes on from the parts in the folder. Endpoints are asked from this process, which alone has their keys.
 """
 
 import os
@@ -34,7 +34,7 @@ ReportType = TypeVar("ReportType")
 
 @dataclass(frozen=True)
 class SweepRun:
-    """A sweep in its parts and timed cases, the same with however many engines, and its record."""
+    """A sweep in its parts and timed cases, the same for any number of engines, and its record."""
 
     sweep: Sweep
     record: SweepRecord

@@ -52,7 +52,7 @@ class Sweep:
 
     @property
     def draws(self) -> dict[str, Any]:
-        """How answers are drawn, as records say it; nothing of a greedy sweep."""
+        """The fields in records that say how answers are drawn; none for a greedy sweep."""
         if not self.sampling.draws:
             return {}
         return {"samples": self.samples, "temperature": self.sampling.temperature, "top_p": self.sampling.top_p}
@@ -71,7 +71,7 @@ class Sweep:
         )
 
     def variants_on(self, model: str, task: AskedTask) -> list[Variant]:
-        """The configurations of a model on a task: that of log-likelihoods, or all others."""
+        """The configurations of a model on a task: the configuration of log-likelihoods, or all others."""
         return [variant for variant in self.variants[model] if (variant.method == LIKELIHOOD) == task.inputs.scores]
 
     def rows(self) -> Iterator[PlannedRow]:
@@ -98,7 +98,7 @@ class Sweep:
                     sample += 1
 
     def _draw_fields(self, task: str, problem: str, config: str, draw: int) -> DrawnColumns:
-        """The columns `DRAWN_COLUMNS` of a row: its noise depends on what it is, not on what stands beside it."""
+        """The columns `DRAWN_COLUMNS` of a row. A row's noise depends on the row alone, not on other rows."""
         if not self.sampling.draws:
             return {}
         subject = json.dumps([self.seed, task, problem, config, draw])
@@ -107,8 +107,8 @@ class Sweep:
         return {"draw": draw, "sampling": json.dumps(fields)}
 
     def settings(self, *, engine: EngineConfig, num_actors: int, on_gpu: bool, machine: str) -> dict[str, Any]:
-        """What a reader needs to judge the numbers or to repeat the sweep, by name. `engine` configures each of
-        `num_actors` engines, on GPUs or not, of which `machine` says where they run."""
+        """The facts that a reader needs to judge the numbers or to repeat the sweep, by name. `engine` configures each
+        of the `num_actors` engines; `machine` says where they run."""
         endpoints = {
             name: {"url": endpoint.url, "model": endpoint.model, "ours": endpoint.is_ours}
             for name, endpoint in self.endpoints.items()

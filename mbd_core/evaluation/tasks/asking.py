@@ -1,4 +1,4 @@
-"""What a sweep asks its models: every task's problems in the words of a recipe, with the limits of their answers."""
+"""The inputs of a sweep's models: every task's problems in the words of a recipe, with the limits of their answers."""
 
 import hashlib
 import json
@@ -15,11 +15,11 @@ from mbd_core.evaluation.tasks.recipes import Recipe, TaskPrompt
 
 @dataclass(frozen=True, kw_only=True)
 class TaskInputs:
-    """What a model is given for the problems of a task.
+    """A model's inputs for the problems of a task.
 
     inputs         one for each problem, as `prompt_content` made them
     max_tokens     an answer's tokens, at most
-    may_shorten    whether an answer may get fewer tokens than that, where a model holds no more positions
+    may_shorten    whether an answer may get fewer tokens if a model has too few positions
     examples_from  the file of the examples, if there are any, and `examples_sha256` a hash of its examples
     """
 
@@ -43,7 +43,7 @@ class TaskInputs:
 
     @property
     def record(self) -> dict[str, Any]:
-        """What a report says of it."""
+        """Its part of a report."""
         return {
             "examples": self.prompt.num_examples,
             "examples_from": self.examples_from,
@@ -60,7 +60,7 @@ class TaskInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class AskedTask:
-    """A task's problems, what models are given for them, and the temperature that the task itself asks for."""
+    """A task's problems, the models' inputs for them, and the temperature that the task itself asks for."""
 
     problem_set: ProblemSet
     inputs: TaskInputs
@@ -80,7 +80,7 @@ class AskedTask:
 
     @property
     def record(self) -> dict[str, Any]:
-        """What a report says of it."""
+        """Its part of a report."""
         return {
             "rule": self.task.grader.rule,
             "source": self.problem_set.source,
@@ -145,6 +145,6 @@ def check_positions(name: str, positions: int, tasks: Sequence[AskedTask]) -> li
             )
         notes.append(
             f"model '{name}' holds {positions} positions, prompt and answer together: an answer of {task.name} gets "
-            f"what its prompt leaves of them, not the recipe's {max_tokens} tokens"
+            f"the positions that its prompt leaves, not the recipe's {max_tokens} tokens"
         )
     return notes

@@ -24,8 +24,8 @@ class Generation:
 def read_generation(fields: Mapping[str, Any]) -> Generation:
     """The generation that a task's `generation_kwargs` (and `--gen_kwargs`) ask for; other names are decoding fields.
 
-    Without a limit it is 4,096 tokens, or what the model holds. Raises `ValueError` for a value that cannot be
-    honoured.
+    The default limit is 4,096 tokens, or fewer if the model holds fewer. Raises `ValueError` for a value that cannot
+    be honoured.
     """
     other_fields = dict(fields)
     until = other_fields.pop("until", None) or []

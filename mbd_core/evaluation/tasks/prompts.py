@@ -1,4 +1,4 @@
-"""What a model is given: a problem in the words of a recipe, after the examples chosen for it."""
+"""A model's input: a problem in the words of a recipe, after the examples chosen for it."""
 
 import json
 import random
@@ -20,7 +20,7 @@ class Wording:
     form     `turn`: one turn of the user, examples included; `turns`: every example is a turn of the user and one of
              the assistant; `plain`: text without a chat template
     text     the problem, with {question} (in words) and, for MBPP and LiveCodeBench, {tests}
-    answer   what stands around an example's answer, with {answer}
+    answer   the text around an example's answer, with {answer}
     joint    between a problem's text and its example's answer, where both are in one text
     separator between examples in one text
     system   the chat's system turn, if it has one

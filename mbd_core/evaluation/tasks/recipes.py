@@ -1,4 +1,4 @@
-"""Recipes of prompts by name: what the papers' numbers were made with, as far as their sources say.
+"""Recipes of prompts by name: the prompts behind the papers' numbers, as far as their sources say.
 
 A recipe is named after the project whose numbers it repeats, and has a prompt for each task that the project reports.
 A prompt says where each part of it comes from. Where a source names a prompt's style and not its text, the text is
@@ -182,7 +182,7 @@ LIVE_CODE_BENCH_PROMPT = TaskPrompt(
     max_tokens=2000,
     source="LiveCodeBench's lcb_runner (2025), its prompt of chat models; its defaults are 2,000 tokens and 10 "
     "answers at temperature 0.2, top_p 0.95",
-    extraction="what stands between the last two lines with a fence, and all public and private tests",
+    extraction="the text between the last two lines with a fence, and all public and private tests",
     text_by="LiveCodeBench's lcb_runner",
 )
 

@@ -61,7 +61,7 @@ def for_template(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> Chat:
 
 @lru_cache(maxsize=16)
 def _reasoning_name(tokenizer: PreTrainedTokenizerBase, template: str, variables: str) -> str | None:
-    """The name under which this template shows an answer's reasoning, found by rendering one."""
+    """The name under which this template shows an answer's reasoning, found by rendering an answer."""
     for name in REASONING if template != "null" else ():
         answer = {"role": "assistant", "content": "4", name: "2 and 2"}
         try:

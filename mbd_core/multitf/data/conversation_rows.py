@@ -324,7 +324,7 @@ def _plain(value: Any) -> list[tuple[Any, Any]] | None:
 
 def refuse_preferences(row: Mapping[str, Any], columns: Columns) -> None:
     """Raises `ColumnRefused` for a row of a preferred and another answer, with the options that take the preferred
-    one."""
+    answer."""
     if "rejected" in columns.ignored or not row.get("chosen") or not row.get("rejected"):
         return
     prompt = next((name for name in (*PROMPTS, *CHATS) if row.get(name) and name not in columns.ignored), None)

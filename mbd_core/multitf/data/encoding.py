@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EncodedChat:
-    """A conversation's tokens up to its last answer, and that answer's, without the EOS that ends and fills it.
+    """A conversation's tokens up to its last answer, and the answer's tokens, without the EOS that ends and fills it.
 
     `earlier` are [first token, end) of the trained answers before the last one.
     """
@@ -87,9 +87,9 @@ def encode_rows(
 
     `every`: train all answers, each turn of the assistant after a user's or a tool's, without a chat's `untrained`. An
     answer that is a prefix of the next answer's sample, token by token, is part of that sample. If the template shows
-    earlier turns otherwise, it is a sample of its own. A conversation is too long if a sample has more than
-    `max_length` tokens with its EOS. A conversation with at least twice that by `least_tokens` is not tokenised at
-    all.
+    earlier turns otherwise, the answer is a sample of its own. A conversation is too long if a sample has more than
+    `max_length` tokens with its EOS. A conversation of at least twice that number by `least_tokens` is not tokenised
+    at all.
     """
     rows: list[EncodedRow | None] = []
     texts: list[list[tuple[MaskedText, MaskedText]]] = []

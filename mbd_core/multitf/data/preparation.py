@@ -157,8 +157,8 @@ def prepare_data(
 ) -> RowCounts:
     """Writes the folder, whole or not at all. The same rows give the same bytes, whoever tokenises (`encode`).
 
-    `summary` collects what the rows were read as. Raises `ValueError` naming rows that are malformed, have no answer,
-    or that the template refuses, unless they are skipped. Raises it too if no row is left.
+    `summary` collects how the rows were read. Raises `ValueError` naming rows that are malformed, have no answer, or
+    that the template refuses, unless they are skipped. Raises it too if no row is left.
     """
     model, counts = preparation.model, RowCounts()
     eos = fill_token(model.tokenizer, model.config)

@@ -137,7 +137,8 @@ def without_padding(messages: ConversationMessages, tools: Tools) -> int:
     """Removes null arguments that the functions' schemas have no place for; returns their number.
 
     Tools that write rows of many functions into one struct add the other functions' arguments as null. They also turn
-    an integer into 1.0 if another row has another type there, so an integer of the schema is written as one.
+    an integer into 1.0 if another row has another type there; where the schema has an integer, it becomes an integer
+    again.
     """
     properties = {tool["function"]["name"]: tool["function"]["parameters"].get("properties") for tool in tools}
     count = 0

@@ -1,7 +1,8 @@
 """Recipes that train an autoregressive (AR) base further: to block diffusion by several papers' objectives, or as AR.
 
-The bases of the former are folders that `mbd convert --to block-diffusion` wrote, of any family. The objectives are
-the papers'. The optimisation is the same in all, so that arms of a study differ in their training states alone.
+The bases of block-diffusion recipes are folders that `mbd convert --to block-diffusion` wrote, of any family. The
+objectives are the papers'. The optimisation is the same in all, so that arms of a study differ in their training
+states alone.
 """
 
 from dataclasses import replace

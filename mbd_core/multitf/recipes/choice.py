@@ -43,9 +43,9 @@ class RecipeChoice:
     """The options that choose the recipe."""
 
     recipe: Annotated[str | None, Flag(metavar="NAME")] = None
-    """What is trained, and how: a recipe's name, or one of your own as FILE.py:NAME."""
+    """The recipe to train: its name, or a recipe of your own as FILE.py:NAME."""
     config: Annotated[Path | None, Flag(metavar="FILE", opened_by="job")] = None
-    """A YAML or JSON file of what is changed in the recipe, or a whole recipe.json; options win over it."""
+    """A YAML or JSON file of changes in the recipe, or a whole recipe.json; options win over the file."""
     base: Annotated[str | None, Flag(metavar="MODEL", opened_by="workers")] = None
     """Start from this model instead of the recipe's: a shipped model's name, a model folder, or its URL."""
     data: Annotated[str | None, Flag(panel=DATA, metavar="DIR|URL", opened_by="workers")] = None
@@ -56,7 +56,7 @@ class RecipeChoice:
 
 @dataclass(frozen=True)
 class ChosenRecipe:
-    """The recipe to train, and its differences from the named one (`train.lr: 0.1, not 0.2`)."""
+    """The recipe to train, and its differences from the named recipe (`train.lr: 0.1, not 0.2`)."""
 
     recipe: TrainingRecipe
     changes: tuple[str, ...]

@@ -2,7 +2,7 @@
 
 Where the paper leaves a number out, the released configurations give it: margin 0.01, AdamW with weight decay on
 everything, cosine to 1e-7 after 3 % warmup, global batch 32, float32 weights. Where paper and released code differ,
-the paper's rule is taken, and each recipe's `source` names the released code's.
+the paper's rule is taken, and each recipe's `source` names the rule of the released code.
 """
 
 from dataclasses import replace

@@ -35,7 +35,7 @@ class TrainingRecipe:
     """
 
     name: Annotated[str, Flag(name=False)]
-    """What the run and its folder are called."""
+    """The name of the run and of its folder."""
     base: Annotated[str | None, Flag(name=False)]
     """A shipped model's name, or an absolute path."""
     model: ModelConfig | None
@@ -45,7 +45,7 @@ class TrainingRecipe:
     max_length: Annotated[int, Ge(1)]
     """Tokens of a sample with its fill, at most."""
     generation: Annotated[dict[str, Any], Flag(panel=OUTPUT, metavar="JSON")]
-    """What the trained model recommends for decoding."""
+    """The decoding that the trained model recommends."""
     trailing_fill: Annotated[int, Ge(0)] = 0
     """Tokens of fill beyond the last block, at most."""
     architectures: tuple[str, ...] = ()

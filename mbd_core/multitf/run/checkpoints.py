@@ -1,8 +1,7 @@
 """Checkpoints of a run in a folder or at a URL that fsspec knows: PyTorch's distributed format, each worker's part.
 
-    step_000100/   __0_0.distcp, __1_0.distcp   what each worker holds of weights and optimizer states
-                   .metadata                    where each tensor lies (DCP)
-                   checkpoint.json              step, recipe, precision, losses so far; written last
+    step_000100/   __0_0.distcp, __1_0.distcp each worker's part of weights and optimizer states .metadata where each
+                   tensor lies (DCP) checkpoint.json step, recipe, precision, losses so far; written last
 
 A folder without `checkpoint.json` was not written to its end, and is not read. Tensors are stored by name and by their
 place in the whole, so that other numbers of workers, and replicated or sharded weights, go on from the same files.
@@ -228,8 +227,8 @@ class Checkpoints:
             self._system.rm(metadata)
 
     def _finish(self, record: CheckpointRecord) -> None:
-        """Write the marker, and remove the checkpoints that are older than the newest `keep`, but for the best and
-        one in use."""
+        """Write the marker, and remove the checkpoints that are older than the newest `keep`, except the best
+        checkpoint and one in use."""
         file = f"{self._path}/{_name(record.step)}/{MARKER}"
         with self._system.open(f"{file}.partial", "w") as file_object:
             json.dump(asdict(record), file_object)
@@ -254,7 +253,7 @@ class Checkpoints:
         return [step for step in self._steps() if self._system.exists(f"{self._path}/{_name(step)}/{MARKER}")]
 
     def _is_ours(self, step: int) -> bool:
-        """Whether the folder holds what a checkpoint is made of, to its end or not."""
+        """Whether the folder holds files of a checkpoint, whole or not."""
         paths = self._system.ls(f"{self._path}/{_name(step)}", detail=False)
         names = [str(path).rstrip("/").rpartition("/")[2] for path in paths]
         return any(name in (MARKER, METADATA) or name.endswith(".distcp") for name in names)
@@ -312,7 +311,7 @@ class Checkpoints:
                     return f"{file} is missing"
                 if (size := self._system.size(f"{folder}/{file}")) < length:
                     return f"{file} is cut: {size:,} of {length:,} bytes are there"
-        except Exception:  # each storage raises types of its own; what `load` met is raised then
+        except Exception:  # each storage raises types of its own; the error of `load` is raised then
             return None
         return None
 

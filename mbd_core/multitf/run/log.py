@@ -24,8 +24,9 @@ PLOT, IDS, PAGE = "losses.png", "log_ids.json", "run.md"
 class RunLog:
     """The log of a run that goes on from where `curve` ends; the trainer's loop adds points to `curve`.
 
-    `targets` are those of `--log-to`; `None`: the default targets. `peak` is one worker's. The loop calls `begin`
-    before an update, `add` after it, `flush` before a checkpoint counts the update as done, and `close` at the end.
+    `targets` are the targets of `--log-to`; `None`: the default targets. `peak` is one worker's peak. The loop calls
+    `begin` before an update, `add` after it, `flush` before a checkpoint counts the update as done, and `close` at the
+    end.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class RunLog:
         self._folder.write_text(PAGE, text)
 
     def begin(self) -> None:
-        """An update begins."""
+        """Note that an update begins."""
         self._start = time.perf_counter()
 
     def add(self, *, beside: float = 0.0) -> None:
@@ -146,7 +147,7 @@ class Log:
         self._last_time, self._num_shown, self._first = time.monotonic(), len(curve), len(curve) + 1
 
     def begin(self) -> None:
-        """An update begins."""
+        """Note that an update begins."""
         if self.files is not None:
             self.files.begin()
 

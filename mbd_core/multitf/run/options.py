@@ -25,10 +25,10 @@ class RunOptions:
     write: Written = "model"
     """Write the model, with an adapter merged into it, or the adapter alone as a PEFT folder."""
     held_out: ValidationOptions = ValidationOptions()
-    """What the run measures on data that it does not learn from."""
+    """The run's measures on data that it does not learn from."""
     sweeping: Sweeping = Sweeping()
     """The tasks that an engine decodes with the run's weights beside the run."""
     measuring: Measuring = Measuring()
-    """What the run measures of itself."""
+    """The run's measures of itself."""
     overwrite: bool = False
     """Replace a model folder of this project."""

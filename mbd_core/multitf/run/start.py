@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, kw_only=True)
 class StartingPoint:
-    """A recipe that fits its model and its data, with both files' contents.
+    """A recipe that fits its model and its data, with the facts in the files of both.
 
     recipe  with its base and data as the user named them, by path, name or URL
     config  the model's configuration, with the recipe's block size if the recipe fills masks
@@ -90,7 +90,7 @@ class StartingPoint:
         teacher = None
         if recipe.train.teacher is not None:
             if recipe.train.teacher.reads != "text":
-                raise ValueError("teacher.reads=blocks is for rollouts (mbd rl): of clean text leave it at text")
+                raise ValueError("teacher.reads=blocks is for rollouts (mbd rl): for clean text leave it at text")
             teacher = find_teacher(recipe.train.teacher, base, lora=recipe.train.lora is not None, fetch=fetch)
         adapter = None
         if recipe.train.lora is not None and recipe.train.lora.start is not None:

@@ -1,7 +1,7 @@
 """Validation while training: the losses of held-out conversations on the run's weights, the same noise every time.
 
-Every `validate_every` updates all workers compute them together. They belong to that update's point, so they are in
-`losses.jsonl`, the plot, every log target, and the checkpoints. A resumed run reads its best loss from the
+Every `validate_every` updates all workers compute these losses together. The losses belong to the update's point, so
+they are in `losses.jsonl`, the plot, every log target, and the checkpoints. A resumed run reads its best loss from the
 checkpoints.
 """
 
@@ -141,8 +141,8 @@ class Validation:
     def measure(self, trainer: Trainer, workers: Workers) -> dict[str, float]:
         """Loss and accuracy on all held-out samples, by slot and mask ratio too; every worker calls it.
 
-        A sample's layouts and noise depend on its number alone. Raises `ValidationFailed` on all workers if one cannot
-        lay out its samples. An error of one worker's forward is raised there alone.
+        A sample's layouts and noise depend on its number alone. Raises `ValidationFailed` on all workers if one worker
+        cannot lay out its samples. An error of one worker's forward is raised there alone.
         """
         at_once = trainer.config.micro_batch or max(1, trainer.config.batch_size // trainer.world_size)
         total = torch.zeros(4 + 2 * len(BUCKETS), dtype=torch.float64, device=workers.device)

@@ -75,7 +75,7 @@ class ReplayedAnswer:
         if number < self.max_tokens and end % size:
             raise ValueError(
                 f"the rollout ends {end % size} tokens into a block of {size}, before max_tokens={self.max_tokens}: "
-                "its tail, which the others of that block have seen, is missing; keep it (tail)"
+                "its tail, which the block's other tokens have seen, is missing; keep it (tail)"
             )
 
     @property

@@ -27,8 +27,8 @@ from mbd_core.multitf.states.layout import SAMPLE_MEANS, StateConfig
 def add_causal_stream(row: SequenceColumns, example: Example, config: StateConfig) -> None:
     """Adds the causal stream of a conversation behind the streams of `row`, which may be empty.
 
-    A place's label is the next token, of each trained answer and of the first EOS behind it; the place is the label's
-    own `source`. If weights are means, the weights of an answer's labels add up to `ar_weight` divided by the
+    In each trained answer and the first EOS behind it, a token is the label of the place before it, and that place is
+    the label's `source`. If weights are means, the weights of an answer's labels add up to `ar_weight` divided by the
     number of answers; otherwise each label has `ar_weight`.
     """
     labels, weights = _labels_and_weights(example, config)

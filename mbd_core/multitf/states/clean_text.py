@@ -1,4 +1,4 @@
-"""What an autoregressive teacher reads for a training batch: each clean text once, causally.
+"""The texts that an autoregressive teacher reads for a training batch: each clean text once, causally.
 
 A text is a sequence of its own, one causal stream (`states/causal_stream.py`). A label's target is the distribution
 behind the token before it. All noisy streams of an answer have one text. The labels of an AR loss have no target.
@@ -20,8 +20,8 @@ from mbd_core.multitf.states.causal_stream import causal_columns
 
 @dataclass(frozen=True)
 class Lesson:
-    """What a teacher reads for a batch, and for the batch's labels, in the order of its rows, the places of their
-    targets (N): the label's own place in what is read, whose `source` has the logits.
+    """The texts that a teacher reads for a batch, and the places (N) of the labels' targets in them, in the order of
+    the batch's rows. A target's place is the label's own place in the text, whose `source` has the logits.
 
     A label without a target (`has_target`) has place 0 of sequence 0.
     """
@@ -57,7 +57,7 @@ class Lesson:
 
     @classmethod
     def at(cls, texts: Sequence[Sequence[int]], rows_N: Tensor, places_N: Tensor) -> Self:
-        """Texts with the places of the targets; -1 for a label without one."""
+        """Texts with the places of the targets; -1 for a label without a target."""
         batch = collate([causal_columns(text) for text in texts])
         return cls(batch, rows_N.clamp(min=0), places_N.clamp(min=0), places_N >= 0)
 

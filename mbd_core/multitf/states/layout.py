@@ -134,13 +134,13 @@ SelfDenoising = Literal["none", "both", "half"]
 class StateConfig:
     """The training states of a run.
 
-    `layouts`         `systematic` ones and `num_random` random ones beside them; `random`: those alone; `one_group`:
-                      all blocks in one noise-group (App. C.5); `d2f`: native D2F, one noisy sequence without a clean
-                      one, its blocks from the prompt's end and the prompt seen whole; `none`: no noisy stream, the AR
-                      loss alone
-    `max_group`       the largest noise-group; 1 is teacher forcing, and what `one_group` and `d2f` have
+    `layouts`         `systematic`: systematic layouts, and `num_random` random layouts beside them; `random`: random
+                      layouts alone; `one_group`: all blocks in one noise-group (App. C.5); `d2f`: native D2F, one
+                      noisy stream without a clean stream, whose blocks begin at the prompt's end and see the whole
+                      prompt; `none`: no noisy stream, the AR loss alone
+    `max_group`       the largest noise-group; 1 is teacher forcing, and the only value for `one_group` and `d2f`
     `num_layouts`     draw this number from the layout set for each sample, an unbiased estimate of Alg. 1's mean over
-                      all of it; `None` takes them all
+                      the whole set; `None` takes the whole set
     `random_sizes`    how random layouts are drawn: as in the paper, or repaired and shuffled as in the released code
     `span`            layouts partition the whole content (App. B.1), or begin at the first block with a response
                       token, where decoding begins
@@ -148,17 +148,17 @@ class StateConfig:
                       tokens, the bound of BD3LM (`nelbo`); over the labels of the whole batch SDAR's released loss,
                       `sum(CE / t) / sum(1 / t)` (`self_normalised`), D2F's, the mean of `CE / t` (`ratio_mean`), or
                       the mean of CE (`label_mean`)
-    `complementary`   a second stream for each: its masks are the first one's tokens of the answer, and the other way
-                      round, so that each token is a label once (Fast-dLLM v2)
-    `half_life_ratio` positions later in a block are masked more often where its ratio is low (`choose_masked`); the
+    `complementary`   a second stream for each noisy stream, which masks exactly the answer's tokens that the first
+    stream shows, so that each token is a label once (Fast-dLLM v2) `half_life_ratio` positions later in a block are
+    masked more often where its ratio is low (`choose_masked`); the
                       half-life is this share of a block
     `block_warmup`    pairs (share of the run's updates, block size): up to that share of the updates blocks have this
                       size instead, and after the last of them `block_size` (`block_warmup`)
     `labels`          the masked positions, or every position of the answer as DMax trains (`answer_labels`)
     `self_denoising`  DMax's OPUT (Alg. 2), whose second branch sees the model's own predictions at masked positions:
                       `both` branches of every layout, or each layout in one of them, drawn evenly (`half`)
-    `clean`           how clean tokens see each other: in blocks, as most models store their keys, or each the tokens
-                      before it, for models that store them by causal rows (Nemotron, TiDAR)
+    `clean`           how clean tokens see each other: in blocks, as most models store their keys, or in order, for
+                      models that store their keys by causal rows (Nemotron, TiDAR)
     `ar_weight`       the weight of the next token's CE on the same answers (`causal_stream`): of an answer's mean
                       where weights are means of samples, else of each label in the pooled sum
     """
@@ -170,9 +170,9 @@ class StateConfig:
     num_random: Annotated[int, Ge(0)] = 0
     """Random layouts beside the systematic ones."""
     num_layouts: Annotated[int | None, Ge(1)] = None
-    """Layouts drawn for each sample, of all."""
+    """Layouts drawn for each sample from the whole set (default: the whole set)."""
     span: Literal["content", "response"] = "content"
-    """Where layouts lie: from the first block, or the response's."""
+    """Where layouts begin: at the first block, or at the response's first block."""
     schedule: Annotated[
         ScheduleName,
         Flag(
@@ -200,7 +200,7 @@ class StateConfig:
     complementary: bool = False
     """Each noisy stream a second time with the complement of its masks."""
     half_life_ratio: Annotated[float | None, Gt(0)] = None
-    """Mask later positions of a block more often, at ratio 0 twice as often this share of a block later."""
+    """Mask later positions of a block more often: at ratio 0, twice as often this share of a block later."""
     block_warmup: Annotated[tuple[tuple[float, int], ...], Flag(metavar="[[SHARE,SIZE],...]")] = ()
     """Block sizes of the run's first updates, each up to a share of them, before block_size."""
     clean: Literal["block_causal", "causal"] = "block_causal"

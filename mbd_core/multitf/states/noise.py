@@ -175,8 +175,8 @@ def num_masked(ratio: float, num_maskable: int, rounding: Rounding, *, slack: fl
     """Positions to mask of `num_maskable` at `ratio`: `floor` as Alg. 1 line 13, or `ceil`.
 
     With `floor` and `t_eff < 1` no block is ever fully masked, although decoding starts every block so; `ceil` makes
-    the count uniform on 1..num_maskable for a uniform ratio. Small blocks need it (research/README.md). A
-    product within `slack` of a whole number counts as that number. `nearest` rounds half to even.
+    the count uniform on 1..num_maskable for a uniform ratio. Small blocks need `ceil` (research/README.md). A product
+    within `slack` of a whole number counts as that number. `nearest` rounds half to even.
     """
     exact = ratio * num_maskable
     if rounding == "nearest":
@@ -196,7 +196,8 @@ def choose_masked(
     """The positions of a block to mask: `num_masked` of them, or each independently with probability `ratio`.
 
     `half_life`: positions are drawn without replacement by the weights `exp(ln 2 / half_life * (1 - ratio) * i)`, so
-    that of a ratio near 0 a position half_life later is masked twice as often, and of 1 all alike (Efficient-DLM).
+    with a ratio near 0 a position `half_life` later is masked twice as often; with ratio 1 all positions are alike
+    (Efficient-DLM).
     """
     if rounding == "bernoulli":
         return [i for i in maskable if rng.random() < ratio]

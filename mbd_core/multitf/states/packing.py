@@ -1,8 +1,8 @@
 """Several samples in one training sequence, grouped so that little of a batch is padding.
 
 Samples of a sequence do not see each other (`mask.py`) and keep their own positions and weights. Losses and gradients
-equal a separate sequence's for each. The grouping depends on the samples' lengths alone, so every worker knows it of
-all workers.
+equal a separate sequence's for each. The grouping depends on the samples' lengths alone, so every worker knows the
+grouping of all workers.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,8 @@ def packed_together(lengths: Sequence[int], max_tokens: int) -> Together:
 def packed_alike(shares: Sequence[Sequence[int]], max_tokens: int) -> list[Together]:
     """`packed_together` of each worker's samples' lengths; all workers get the same number of sequences.
 
-    Workers with parts of one model must call it equally often. A worker with fewer sequences divides its fullest.
+    Workers with parts of one model must call it equally often. A worker with fewer sequences divides its fullest
+    sequence.
     """
     packings = [packed_together(lengths, max_tokens) for lengths in shares]
     most_groups = max(map(len, packings))

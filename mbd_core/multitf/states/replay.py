@@ -189,8 +189,8 @@ def replay_batch(
     """The answers' states as one batch, on the CPU.
 
     Every `shrink` consecutive states become one; only 1 is exact. `shift`: the model's logits at a position predict
-    the next one's token. `together`: the answers that share a training sequence, by default none. Raises `ValueError`
-    where `replay_row` does.
+    the next position's token. `together`: the answers that share a training sequence, by default none. Raises
+    `ValueError` where `replay_row` does.
     """
     rows = [
         replay_row(answer, mask_token_id=mask_token_id, shrink=shrink, states=states, shift=shift)

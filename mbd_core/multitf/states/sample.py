@@ -39,11 +39,11 @@ class NoisyStream:
 
 
 AnswerStreams = tuple[Example, Sequence[tuple[GroupLayout, NoisyStream]], int]
-"""An answer as its own sample, its noisy streams with their layouts, and the first block of these."""
+"""An answer as its own sample, its noisy streams with their layouts, and the streams' first block."""
 
 
 def choose_layouts(num_blocks: int, config: StateConfig, rng: random.Random) -> list[GroupLayout]:
-    """The layouts of one sample: all of `Lambda`, or `num_layouts` of it (teacher forcing repeats its only one)."""
+    """The layouts of one sample: all of `Lambda`, or `num_layouts` of it (teacher forcing repeats its only layout)."""
     layouts = layout_set(
         num_blocks,
         max_group=config.max_group,
@@ -82,7 +82,7 @@ def corrupt(
 
 
 def complement(noisy: NoisyStream, example: Example, *, start: int, mask_token_id: int) -> NoisyStream:
-    """The stream whose masks are the answer's tokens that `noisy` shows, and the other way round (Fast-dLLM v2)."""
+    """The stream that masks exactly the answer's tokens that `noisy` shows (Fast-dLLM v2)."""
     tokens = example.tokens[start:]
     masked = [start + i >= example.prompt_length and not m for i, m in enumerate(noisy.masked)]
     shown = [mask_token_id if m else token for m, token in zip(masked, tokens, strict=True)]
@@ -99,10 +99,10 @@ def build_batch(
     together: Together | None = None,
 ) -> MultiTFBatch:
     """Draws layouts and noise for each example, and lays out its noisy streams before the visible part of its clean
-    one, and the causal stream of an AR loss behind both.
+    stream, and the causal stream of an AR loss behind both.
 
     Each example has a generator of its own in `rngs`, so its draws do not depend on its neighbours in the batch.
-    `shift`: the model's logits at a position predict the next one's token. `together`: the samples that share a
+    `shift`: the model's logits at a position predict the next position's token. `together`: the samples that share a
     training sequence, by default none. Raises `ValueError` for an example that cannot be laid out.
     """
     rows = []
@@ -177,7 +177,7 @@ def lay_out(
     first_block: int,
     shift: bool = False,
 ) -> SequenceColumns:
-    """One training sequence: the noisy streams, which begin at block `first_block`, before the clean one.
+    """One training sequence: the noisy streams, which begin at block `first_block`, before the clean stream.
 
     With `shift` a token's logits come from the token before it in its stream. A noise-group's first token takes them
     from the clean stream, as decoding takes them from the last committed position.
@@ -186,7 +186,7 @@ def lay_out(
 
 
 def lay_out_answers(answers: Sequence[AnswerStreams], config: StateConfig, *, shift: bool = False) -> SequenceColumns:
-    """One training sequence of a conversation: the noisy streams of each answer before the clean one of the last.
+    """One training sequence of a conversation: the noisy streams of each answer before the last answer's clean stream.
 
     A noisy stream of an answer is the stream of the answer as its own sample, with its own EOS and fill. It sees clean
     blocks before its EOS's block, and there all samples are the same conversation. So the losses equal a sample's for

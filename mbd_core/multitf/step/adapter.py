@@ -87,7 +87,7 @@ def check_start(start: Adapter, settings: LoraSettings) -> None:
 
 @torch.no_grad()
 def begin_adapter(model: Decoder, start: Adapter) -> None:
-    """Gives the model's adapter the factors of another one (`check_start`), so that both compute the same.
+    """Gives the model's adapter the factors of another adapter (`check_start`), so that both compute the same.
 
     Where the model is cut among workers, each takes its part. Raises `ValueError` if the other lacks a projection.
     """

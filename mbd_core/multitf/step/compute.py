@@ -17,7 +17,7 @@ from mbd_core.ops.machine import computes_bfloat16
 
 
 def compute_precision(precision: Precision, device: torch.device) -> Literal["float32", "bfloat16"]:
-    """What `precision` means on `device`: `auto` becomes bfloat16 where the device computes it, else float32."""
+    """The setting `precision` on `device`: `auto` becomes bfloat16 if the device computes it, else float32."""
     if precision == "auto":
         return "bfloat16" if computes_bfloat16(device) else "float32"
     return precision

@@ -62,7 +62,8 @@ class DistillerReport:
 
 @dataclass(frozen=True)
 class DrawnAnswer:
-    """An answer's sequence of drawn states, and what its teacher reads: its text, or the states block by block."""
+    """An answer's sequence of drawn states, and its teacher's reading: the answer's text, or the states block by
+    block."""
 
     row: SequenceColumns
     text: tuple[int, ...]
@@ -155,8 +156,8 @@ class Distiller(RolloutLearner):
         )
 
     def _share(self, answers: Sequence[ReplayedAnswer]) -> tuple[list[DrawnAnswer], MultiTFBatch]:
-        """This worker's answers, and their sequences as a batch. A worker with one less repeats the longest without
-        labels: workers with parts of one model must compute equally often."""
+        """This worker's answers, and their sequences as a batch. A worker with one answer less repeats the longest
+        answer without labels, because workers with parts of one model must compute equally often."""
         place_of = {id(answer): place for place, answer in enumerate(answers)}
         order, own = self._dealt(answers)
         drawn = [self._drawn(answer, place_of[id(answer)]) for answer in own]
@@ -180,7 +181,7 @@ class Distiller(RolloutLearner):
         return DrawnAnswer(row, (*answer.prompt, *answer.tokens), blocks)
 
     def _lesson(self, part: MultiTFBatch, drawn: Sequence[DrawnAnswer]) -> Lesson:
-        """What the teacher reads for a part of the batch."""
+        """The teacher's texts for a part of the batch, and the places of the labels' targets in them."""
         is_label = part.labels != IGNORE
         samples = part.sample[is_label]
         numbers, sequence = samples.unique(return_inverse=True)

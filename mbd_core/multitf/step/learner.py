@@ -167,8 +167,8 @@ class Learner(RolloutLearner):
     def _share(self, answers: Sequence[ReplayedAnswer]) -> "UpdateShare":
         """This worker's answers as a weighed batch.
 
-        If one is left over, the workers without it compute the longest again, without labels: workers with parts of
-        one model must compute equally often.
+        If an answer is left over, the workers without it compute the longest answer again, without labels, because
+        workers with parts of one model must compute equally often.
         """
         count = self.world_size
         order, own = self._dealt(answers)

@@ -217,6 +217,7 @@ def loss_and_sums(
 
 
 def counts_in_accuracy(slots: Tensor) -> Tensor:
-    """Which labels the accuracy is of (N), given their slots: those of noisy streams, or all of an AR loss alone."""
+    """Whether the accuracy counts each label (N), given its slot: the labels of noisy streams, or, if there are none,
+    all."""
     is_noisy = slots != AR_SLOT
     return is_noisy if bool(is_noisy.any()) else torch.ones_like(is_noisy)

@@ -1,8 +1,8 @@
 """A run's loss by bucket: means over the labels of each slot of a noise-group, and of each part of the mask ratios.
 
-A label's slot is the place of its block within its noise-group, from 1. Its mask ratio is the one drawn for its block.
-Labels of the AR loss have buckets of their own, for loss and accuracy.
-Sums and counts travel as one row of numbers, so workers add theirs in one exchange.
+A label's slot is the place of its block within its noise-group, from 1. Its mask ratio is the ratio drawn for its
+block. Labels of the AR loss have buckets of their own, for loss and accuracy. Sums and counts travel as one row of
+numbers, so workers add theirs in one exchange.
 
 Shape legend: N labels, K buckets.
 """

@@ -244,7 +244,7 @@ def _count(number: int) -> str:
 def fitting(workloads: Iterable[Workload], available: int, *, device: str = "GPU") -> tuple[Workload, MemoryPlan]:
     """The first workload that takes at most `available` bytes of a worker, and its plan.
 
-    Raises `ValueError` if none does, with changes that would make the last one fit.
+    Raises `ValueError` if none does, with changes that would make the last workload fit.
     """
     room = round((1 - RESERVE) * available)
     for workload in workloads:

@@ -38,7 +38,7 @@ class PolicyObjective:
     clip: Annotated[float | None, Gt(0), Le(1), Flag(name="--ratio-clip", default=f"{CLIP} with --kind clipped")] = (
         None
     )
-    """How far below 1 a ratio counts; above it too."""
+    """How far below 1 a ratio counts; without clip_high, also how far above 1."""
     clip_high: Annotated[float | None, Gt(0), Flag(default="that of --ratio-clip")] = None
     """How far above 1 a ratio counts."""
     dual_clip: Annotated[float | None, Gt(1)] = None
@@ -46,15 +46,15 @@ class PolicyObjective:
     aggregation: Annotated[Aggregation, Flag(metavar="NAME")] = "answers"
     """The mean over answers, tokens, states or transitions."""
     old: Literal["learner", "rollout"] = "learner"
-    """Whose log-probabilities a ratio is of: the learner's, or the engine's."""
+    """The source of a ratio's old log-probabilities: the learner, or the rollout's engine."""
     correction: Annotated[float | None, Gt(0)] = None
-    """Weigh tokens by the learner's over the engine's probability, up to this."""
+    """Weigh tokens by the learner's probability divided by the engine's, up to this."""
     kl: Annotated[float, Ge(0)] = 0.0
     """The weight of the KL divergence (k3)."""
     kl_to: Literal["reference", "old"] = "reference"
-    """From the model that training began with, or from the old policy."""
+    """The model from which the KL divergence is measured: the model that training began with, or the old policy."""
     kl_aggregation: Literal["tokens", "policy"] = "tokens"
-    """Its mean: over tokens, or the same as of --aggregation."""
+    """The mean of the KL divergence: over tokens, or as in --aggregation."""
     passes: Annotated[int, Ge(1)] = 1
     """Updates made of the same answers."""
     nll: Annotated[float, Ge(0)] = 0.0

@@ -2,7 +2,7 @@
 
     attention   heads: q, k and v by rows, o by columns
     MLP         width: gate and up by rows, down by columns; the same for shared experts
-    experts     whole ones, some on each worker (`expert`), or a part of each one's width (`width`)
+    experts     whole experts, some on each worker (`expert`), or a part of each expert's width (`width`)
     the rest    whole on each worker: embeddings, norms, router, head
 
 All tensors are DTensors, whole ones too, so that FSDP2 (`sharding.py`) cuts every tensor once more among the groups of

@@ -30,7 +30,7 @@ LARGEST_LOG_RATIO = 10.0
 
 
 NUM_SLOTS = 8
-"""The number of slots told apart; the last holds all later ones too."""
+"""The number of slots told apart; the last holds all later slots too."""
 FORWARDS = (2, 4, 8, 16)
 """The bounds, inclusive, of the parts of a rollout's forwards."""
 PARTS = tuple(f"slot_{slot}" for slot in range(1, NUM_SLOTS + 1)) + tuple(

@@ -1,4 +1,4 @@
-"""What all learners of rollouts share: answers dealt out to workers, weights for engines, a state to go on from."""
+"""The common part of learners of rollouts: answers dealt out to workers, weights for engines, a state to resume."""
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy

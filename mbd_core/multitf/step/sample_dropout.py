@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class SampleDraws:
-    """What a sample's draws depend on, and its tokens."""
+    """The numbers that decide a sample's draws, and its tokens."""
 
     seed: int
     tokens: int

@@ -243,7 +243,7 @@ class Trainer(Updater):
         together: Together | None = None,
         states: StateConfig | None = None,
     ) -> MultiTFBatch:
-        """Samples in the run's training states, or in those of an update, on the CPU."""
+        """Samples in the run's training states, or in the states of an update, on the CPU."""
         model = self.model.config
         return build_batch(
             examples,

@@ -38,8 +38,8 @@ class AttentionKernel:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelCase:
-    """What a kernel must support; `windows`: layouts with a sliding window. `capability` is the CUDA device's, None
-    elsewhere."""
+    """A case that a kernel must support. `windows`: layouts with a sliding window. `capability` is the CUDA device's,
+    None elsewhere."""
 
     device: torch.device
     dtype: torch.dtype

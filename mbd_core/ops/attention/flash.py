@@ -3,9 +3,9 @@
 Each kernel takes rows of varying length over a paged cache; `max_k` may exceed every row's key length. The packages
 differ in how they take the key lengths.
 
-In all of them a call is causal, not a row. A layout with causal rows takes two calls, one of each kind. A row has its
-keys in the call of its kind and one key in the other call, and each token's result is selected. So the shapes do not
-depend on the choice of causal rows, and the keys are still read once.
+In all packages a whole call is causal or not, never a single row. A layout with causal rows takes two calls, one of
+each kind. A row has its keys in the call of its kind and one key in the other call, and each token's result is
+selected. So the shapes do not depend on the choice of causal rows, and the keys are still read once.
 
 Shape legend: T packed query tokens, R rows, P pages a row, S page size, H query heads, K key/value heads, C channels.
 """

@@ -130,7 +130,7 @@ def fused_experts(
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsKernel:
-    """The implementation in use. `reasons` has one sentence for every other one: why it is not used.
+    """The implementation in use. `reasons` has one sentence for every other implementation: why it is not used.
 
     fused_below  tokens an expert below which the Triton kernels compute it; they can return the parts before the sum,
                  with the shared experts among them
@@ -161,8 +161,8 @@ def resolve_experts(
 
     `expert_size` and `hidden_size` are F and D; their defaults are well-aligned sizes. `gelu`: experts that gate by
     another function than SiLU, which loop and grouped take as `act`. `capability` and `has_triton`
-    default to the device's and to what is installed. Raises `ValueError` for an unknown preference, and for one
-    that the setting rules out, with the reason.
+    default to the device's and to what is installed. Raises `ValueError` for an unknown preference, and for a
+    preference that the setting rules out, with the reason.
     """
     if has_triton is None:
         has_triton = importlib.util.find_spec("triton") is not None

@@ -59,7 +59,7 @@ ERRORS = (
     ErrorKind(
         429,
         ("too_many_requests",),
-        "As many requests wait as may, too many long prompts are being read, or the client has more choices under way "
+        "The queue is full, too many long prompts are being read, or the client has more choices under way "
         "than `--client-requests`; `Retry-After` says when to ask again.",
     ),
     ErrorKind(

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 By = Literal["accuracy", "tps", "knee"]
 BEST = (
-    "the most accurate one, the one of the highest TPS at most 5 points below, or the knee of the front of accuracy "
-    "against TPF. It is chosen on half of the problems, and its accuracy on the others is printed."
+    "the most accurate configuration, the one of highest TPS at most 5 points below it, or the knee of the front of "
+    "accuracy against TPF. It is chosen on half of the problems, and its accuracy on the other half is printed."
 )
 """The meaning of each choice, for help texts."""
 FLOOR = 5.0  # points of accuracy
@@ -76,7 +76,7 @@ class BestPoint:
         speed = "" if best.tps is None else f", Batch-1 TPS {best.tps:.1f}"
         lines.append(
             f"- chosen on {sum(s.n for s in best.chosen_on.values())} problems: accuracy {best.accuracy:.2f}, TPF "
-            f"{best.tpf:.2f}{speed}; what it has there was looked at, and so is biased upwards"
+            f"{best.tpf:.2f}{speed}; the choice was made by these numbers, which biases them upwards"
         )
         for task, s in best.reported_on.items():
             lines.append(

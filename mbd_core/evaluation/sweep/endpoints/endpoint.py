@@ -1,7 +1,7 @@
-"""An OpenAI endpoint as a sweep's model: how it is named, what it says of itself, and a sweep's rows asked of it.
+"""An OpenAI endpoint as a sweep's model: its name, its facts about itself, and its answers to a sweep's rows.
 
-An endpoint of this project takes decoding fields in a request and says with each answer how many forwards it took. Of
-any other one a sweep knows texts, tokens and seconds, and asks it with `ENDPOINT_DEFAULT` alone.
+An endpoint of this project takes decoding fields in a request and says with each answer how many forwards it took. Any
+other endpoint gives texts, tokens and seconds, and its only method is `ENDPOINT_DEFAULT`.
 """
 
 import json
@@ -101,7 +101,7 @@ class Endpoint:
 
     @property
     def identity(self) -> str:
-        """What a sweep's record has in the place of a model's digest."""
+        """The endpoint's entry in a sweep's record, in the place of a model's digest."""
         return f"endpoint {self.url}#{self.model}"
 
 
@@ -111,7 +111,8 @@ def is_endpoint(digest: str) -> bool:
 
 
 def read_keys(options: Sequence[str], names: Iterable[str]) -> dict[str, str]:
-    """The keys of endpoints from `NAME=VARIABLE`; no error says what was given in the place of a variable's name."""
+    """The keys of endpoints from `NAME=VARIABLE`; no error repeats the text in a variable's place, which may be a
+    key."""
     keys: dict[str, str] = {}
     names_text = list(names)
     for option in options:
@@ -124,7 +125,8 @@ def read_keys(options: Sequence[str], names: Iterable[str]) -> dict[str, str]:
             raise ValueError(f"--endpoint-key gives endpoint '{name}' two keys; give one")
         if not (key := os.environ.get(variable, "").strip()):
             raise ValueError(
-                f"--endpoint-key {name}=... must name an environment variable that is set and holds the key, not be it"
+                f"--endpoint-key {name}=... must name an environment variable that is set and holds the key, "
+                "not the key itself"
             )
         if not (key.isascii() and key.isprintable()):
             raise ValueError(f"--endpoint-key {name}: the key in {variable} has characters that no HTTP header holds")
@@ -133,8 +135,8 @@ def read_keys(options: Sequence[str], names: Iterable[str]) -> dict[str, str]:
 
 
 def client_of(url: str, key: str | None, *, retries: int = RETRIES) -> "openai.OpenAI":
-    """OpenAI's client; `ValueError` if its package is not installed. Nothing of the environment counts but a proxy
-    before other machines: a key that is meant for another endpoint is not sent to this one."""
+    """OpenAI's client; `ValueError` if its package is not installed. Of the environment only a proxy before other
+    machines counts: no other endpoint's key is sent to this one."""
     try:
         import openai
     except ImportError:
@@ -213,7 +215,7 @@ def _check_sampling(place: str, form: RequestForm, sampling: Sampling) -> None:
 
 def try_decoding(endpoint: Endpoint, key: str | None, configs: Sequence[Mapping[str, Any]]) -> None:
     """Ask an endpoint of this project for a token with each configuration. Raises `ValueError`, with the endpoint's
-    words, if it cannot honour one. Canvases are left out: they are filled as a whole."""
+    words, if it cannot honour a configuration. Canvases are left out: they are filled as a whole."""
     import openai
 
     client = client_of(endpoint.url, key, retries=1)
@@ -245,7 +247,8 @@ def _named_models(client: "openai.OpenAI") -> tuple[list[str], dict[str, int]]:
 
 
 def _own_endpoint(client: "openai.OpenAI", endpoint: Endpoint) -> Endpoint:
-    """What an endpoint of this project says of the model beside OpenAI's routes, which lie under `/v1`."""
+    """An endpoint of this project, with the facts about its model that its own routes give, beside OpenAI's under
+    `/v1`."""
     root = endpoint.url.removesuffix("/v1")
     health = client.get(f"{root}/health", cast_to=object)
     state = _engine_state(health["models"], endpoint.model)  # type: ignore[index]
@@ -266,7 +269,8 @@ def _own_endpoint(client: "openai.OpenAI", endpoint: Endpoint) -> Endpoint:
 
 
 def _engine_state(models: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any] | None:
-    """What the first replica that answers says of the engine of a model or of an adapter's base, if one does."""
+    """The state of the first replica that answers, of a model or of an adapter's base; `None` if no replica
+    answers."""
     return next(
         (
             state
@@ -292,9 +296,9 @@ def error_text(error: Exception, key: str | None) -> str:
 # others, is a row with the reason. If an endpoint is gone, or no longer lets us in, nothing of its table is kept, so
 # that the sweep resumes there later.
 
-TOKEN_SECONDS = 60.0  # for one token, where another request failed
+TOKEN_SECONDS = 60.0  # for one token, after another request has failed
 MOST_STOPS = 4  # stop strings that OpenAI's interface takes; all of them end the text
-# what every request would get now, after all that the client tried
+# every further request would get these too, because the client has repeated the request
 CLOSED_STATUSES = (401, 403, 404, 405, 429, 502, 503)
 # other interfaces' words for OpenAI's, which some endpoints pass on
 FINISH_REASONS = {
@@ -309,7 +313,7 @@ class EndpointLost(RuntimeError):
 
 
 class ReplyColumns(AnswerColumns, CountColumns, EndColumns):
-    """What an endpoint says of a row, or why it says nothing."""
+    """The columns of an endpoint's answer to a row, or the reason why there is none."""
 
 
 class EndpointStage:
@@ -325,8 +329,8 @@ class EndpointStage:
     def __call__(self, table: pa.Table) -> pa.Table:
         """The table (`PLANNED_COLUMNS`) with texts, seconds and the counts that the endpoint says (`DECODED_COLUMNS`).
 
-        With an exception the requests that have not begun are dropped, and those under way are not waited for, not
-        even when the process ends: an answer may take minutes.
+        After an exception, requests that have not begun are dropped. Nobody waits for requests under way, not even the
+        end of the process, because an answer may take minutes.
         """
         rows: list[DecodedRow] = table.to_pylist()
         waiting, outcomes = deque(in_turns(rows)), SimpleQueue[BaseException | None]()
@@ -353,7 +357,7 @@ class EndpointStage:
             client.close()
 
     def _ask_waiting(self, waiting: deque[DecodedRow], outcomes: SimpleQueue[BaseException | None]) -> None:
-        """Ask row after row while some wait; each adds its columns to itself, and `None` or its error to `ended`."""
+        """Ask row after row while rows wait. Each row gets its columns, and `outcomes` gets its error or `None`."""
         while True:
             try:
                 row = waiting.popleft()
@@ -416,13 +420,13 @@ def _request(client: "openai.OpenAI", endpoint: Endpoint, row: PlannedRow) -> An
 
 
 def _columns(answer: Any, seconds: float, stop: list[str]) -> ReplyColumns:
-    """What an answer says: its text, its tokens if it counts them, and the forwards if the endpoint is ours."""
+    """The columns of an answer: its text, its tokens if it counts them, and the forwards if the endpoint is ours."""
     choice, usage = answer.choices[0], answer.usage
     finish_reason = FINISH_REASONS.get(choice.finish_reason, choice.finish_reason)
     text = choice.text if answer.object == "text_completion" else choice.message.content
     if not text and answer.object != "text_completion" and finish_reason == "stop":
         said = choice.message.model_extra or {}
-        text = said.get("reasoning_content") or said.get("reasoning") or text  # all that it said
+        text = said.get("reasoning_content") or said.get("reasoning") or text  # a thought is all that it said
     if not isinstance(text, str | None):
         raise TypeError(f"its text is a {type(text).__name__}")
     columns = {

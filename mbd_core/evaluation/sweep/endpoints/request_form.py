@@ -1,4 +1,4 @@
-"""The form of request that an endpoint takes: what it refuses of the usual one, learned from what it says of it.
+"""The form of request that an endpoint takes, learned from its refusals of the usual form.
 
 Endpoints of reasoning models want `max_completion_tokens` and no temperature, others take no `stop` or `seed`. Such an
 endpoint is asked for a token until it answers, each time without the field that it names.
@@ -31,7 +31,7 @@ ENDED_EARLY = re.compile(r"output limit was reached|could not finish the message
 
 @dataclass(frozen=True, kw_only=True)
 class RequestForm:
-    """How an endpoint's requests differ from the usual ones.
+    """How an endpoint's requests differ from usual requests.
 
     renames_limit  the limit of an answer is `max_completion_tokens`
     left_out       fields that are not sent
@@ -71,7 +71,7 @@ class RequestForm:
 
 
 def refusal_text(error: "openai.APIStatusError") -> str:
-    """What an endpoint says of a request that it refuses: the parameter and the message, or the whole body."""
+    """An endpoint's words on a request that it refuses: the parameter and the message, or the whole body."""
     body = error.body
     if isinstance(body, Mapping) and isinstance(body.get("message"), str):
         return f"{body.get('param') or ''} {body['message']}"
@@ -100,7 +100,7 @@ def ask_a_token(
 def learn_form(
     client: "openai.OpenAI", model: str, form: RequestForm, **fields: Any
 ) -> tuple[RequestForm, "ChatCompletion | None"]:
-    """The form in which an endpoint takes `fields`, and its answer. Raises the endpoint's error if that names no
+    """The form in which an endpoint takes `fields`, and its answer. Raises the endpoint's error if the error names no
     field."""
     import openai
 

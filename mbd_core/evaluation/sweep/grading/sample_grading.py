@@ -112,7 +112,7 @@ def _grade_sample(task: Task, sample: Sample) -> SampleGrade:
         if sample.form == "text":
             solution = task.program_in(sample.problem, sample.content)
         outcome = task.grade_program(sample.problem, solution)
-    except Exception as error:  # one sample, or a broken problem, must not lose what all others cost
+    except Exception as error:  # one sample, or a broken problem, must not lose the work of all others
         outcome = ungradable(error)
     return SampleGrade(sample=sample, grade=outcome, solution=solution)
 
@@ -163,7 +163,7 @@ def _by_kind(
 
 def write_grades(folder: Path, problem_set: ProblemSet, sample_grades: Sequence[SampleGrade]) -> dict[str, Any]:
     """Write `grades.jsonl` in the samples' order, `report.json`, and for code `evalplus.jsonl`, which
-    `evalplus.evaluate` takes; the summary."""
+    `evalplus.evaluate` takes. Returns the summary."""
     grades = sorted(sample_grades, key=lambda item: item.sample.line)
     rows = [
         {"line": item.sample.line, "problem_id": item.sample.problem.problem_id, **asdict(item.grade)}

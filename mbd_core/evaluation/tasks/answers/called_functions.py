@@ -123,7 +123,7 @@ def _is_right_dict(value: Mapping[str, Any], right: Iterable[Any]) -> bool:
 
 
 def _has_right_items(value: Mapping[str, Any], right: Mapping[str, Sequence[Any]]) -> bool:
-    """Whether each key has one of its right values, and no key is missing that may not be."""
+    """Whether each key has one of its right values, and no required key is missing."""
     return all(
         name in right and _plain(item) in [_plain(each) for each in right[name]] for name, item in value.items()
     ) and all(name in value or MISSING in right_values for name, right_values in right.items())

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class StatedPart:
-    """An answer that stands in a text from `start` to `end`. It is clean if little but it stands in its sentence."""
+    """An answer that stands in a text from `start` to `end`. It is clean if its sentence holds little else."""
 
     start: int
     end: int
@@ -32,7 +32,8 @@ PERCENT_BEHIND = re.compile(r"\s?(?:\\?%|percent\b|pct\b)", re.I)
 
 
 def formulas(text: str) -> Iterator[StatedPart]:
-    """The formulas of a text; an amount of money (`$5 and $6`) is none. One of several rows is its last row."""
+    """The formulas of a text; an amount of money (`$5 and $6`) is none. A formula of several rows counts as its last
+    row."""
     position = 0
     while match := FORMULA.search(text, position):
         content = next(match[name] for name in "abcdef" if match[name] is not None)
@@ -53,7 +54,7 @@ _CONNECTOR = re.compile(r"\s*(?:,?\s*(?:and|or)|[,;])\s*(?:\w\s*=\s*)?$")
 
 
 def joined(text: str, parts: list[StatedPart]) -> list[StatedPart]:
-    """Statements that only `,`, `and` or `or` divides as one, a list."""
+    """The parts, where neighbours that only `,`, `and` or `or` divides are joined into one, a list."""
     groups: list[StatedPart] = []
     for part in parts:
         if groups and _CONNECTOR.match(_CONNECTOR_TEXT.sub(r"\1", text[groups[-1].end : part.start])):

@@ -34,7 +34,7 @@ _LINE_OF_TABLE = re.compile(r"^[ \t]*\|(.*\|.*)\|[ \t]*$", re.MULTILINE)
 
 
 def without_markdown(text: str) -> str:
-    """The text without marks of emphasis, headings, lists, code, tables and HTML, and without what is struck out."""
+    """The text without marks of emphasis, headings, lists, code, tables and HTML, and without struck-out text."""
     text = _ANSWER_TAG.sub(lambda tag: "\n" if tag[0][1] == "/" else "\nAnswer: ", _TAGS.sub("", text))
     text = _STRUCK.sub("", re.sub(r"<br\s*/?>", "\n", text))
     for pattern, replacement in _LINE_MARKS[:2]:

@@ -1,6 +1,6 @@
 """Judges mathematical answers, one JSON line in, one out. Started by `math_judge.py`.
 
-Where the answer stands, its form and its numbers are this project's (`stated_answers.py`, `same_answers.py`,
+This project's rules find the answer's place, its form and its numbers (`stated_answers.py`, `same_answers.py`,
 `exact_numbers.py`). Every other expression is read by math-verify, and its numbers are compared exactly too.
 
 It is a process of its own because an answer like `9^{9^{9^9}}` can take any time and memory, inside one operation that
@@ -21,8 +21,8 @@ from mbd_core.evaluation.tasks.answers.same_answers import same_answer_form
 from mbd_core.evaluation.tasks.answers.stated_answers import stated_answer
 
 MEMORY_BYTES = 4 << 30
-DIGITS = 60  # by which two constants that are written otherwise are compared
-NUM_POINTS = 3  # at which two expressions with variables are
+DIGITS = 60  # to which two constants in different notations are compared
+NUM_POINTS = 3  # at which two expressions with variables are compared
 
 
 def judge(gold: str, text: str) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def _is_short(value: Fraction) -> bool:
 
 
 def _as_written(value: Fraction) -> str:
-    """A number as a decimal if it has a short one, else as a fraction."""
+    """A number as a decimal if that is short, else as a fraction."""
     if value.denominator == 1:
         return str(value.numerator)
     return f"{float(value):.12g}" if Fraction(f"{float(value):.12g}") == value else str(value)
@@ -103,7 +103,7 @@ def _exact(value: Any) -> Any:
 
 
 def _same_at_points(wanted: Any, given: Any) -> bool:
-    """Whether two expressions have the same value at some points; constants have a single one."""
+    """Whether two expressions have the same value at some points; constants have a single value."""
     wanted, given = _exact(wanted), _exact(given)
     return wanted == given or all(_equal(_at(wanted, point), _at(given, point)) for point in _points(wanted, given))
 
@@ -136,7 +136,7 @@ def _at(expression: Any, point: dict[str, Any]) -> Any:
 
 
 def _equal(first: Any, second: Any) -> bool:
-    """Whether two constants are equal: rational ones exactly, others to `DIGITS` digits."""
+    """Whether two constants are equal: rational constants exactly, others to `DIGITS` digits."""
     if first.is_Rational and second.is_Rational:
         return bool(first == second)
     from sympy import Abs, Float, Max, N

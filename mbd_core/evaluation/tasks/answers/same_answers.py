@@ -1,8 +1,8 @@
 """Whether two mathematical answers are the same: their form first, then their parts.
 
 The two sides are a benchmark's answer and a model's, without the sentence around them. Parts that are numbers are
-compared exactly (`exact_numbers.py`), all other mathematics by `SameExpression`, which is math-verify's in
-`math_worker.py`.
+compared exactly (`exact_numbers.py`), all other mathematics by `SameExpression`, for which `math_worker.py` uses
+math-verify.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Where a text states its answer: the last box, `####` or "answer" of it, else its last formula or number.
+"""The answer that a text states: at its last box, `####` or "answer", else its last formula or number.
 
 Markdown, HTML and a thought (`<think>`) come off first. A later statement replaces an earlier one, whatever marks the
 two: a model that corrects itself is taken at its last word.
@@ -24,7 +24,7 @@ from mbd_core.evaluation.tasks.answers.notation import ascii_notation, plain_not
 
 
 def stated_answer(text: str, *, gold: str) -> str | None:
-    """The content of the last stated answer, `None` without any; of the gold answer it uses the kind alone: words, a
+    """The content of the last stated answer, `None` without any. It uses only the kind of the gold answer: words, a
     list, or mathematics with or without digits."""
     text = text.rpartition("</think>")[2].strip() or text
     bold_parts = emphasised(text)
@@ -46,7 +46,7 @@ def stated_answer(text: str, *, gold: str) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Kind:
-    """What kind of answer is looked for."""
+    """The kind of answer that is looked for."""
 
     is_words: bool
     is_list: bool
@@ -124,7 +124,7 @@ def _boxes(text: str) -> list[StatedPart]:
 
 
 def _marked(text: str, kind: _Kind) -> Iterator[StatedPart]:
-    """What stands behind `####`, behind "answer is" and the like, and before "is the answer"."""
+    """The values behind `####`, behind "answer is" and the like, and before "is the answer"."""
     for cue in _HASHES.finditer(text):
         if not _HEADING_NUMBER.match(text, cue.end()) and (found := _value_at(text, cue.end(), kind)):
             yield found
@@ -233,7 +233,7 @@ def _numbers(text: str) -> list[StatedPart]:
 
 
 def _last_value(text: str, kind: _Kind) -> str | None:
-    """The last formula or number; of an answer in words the last text."""
+    """The last formula or number; for an answer in words, the last text."""
     in_formulas = list(formulas(text))
     if kind.is_words:
         texts = re.findall(r"\\text(?:bf|rm)?\{([^{}]+)\}", text) or [item.content for item in in_formulas]

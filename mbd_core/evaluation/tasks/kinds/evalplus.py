@@ -1,4 +1,4 @@
-"""HumanEval+ and MBPP+: problems packed as texts, what canonical solutions return, and the grade of a program."""
+"""HumanEval+ and MBPP+: problems packed as texts, the results of canonical solutions, and the grade of a program."""
 
 import base64
 import functools
@@ -33,7 +33,7 @@ MEMORY_BYTES = 4 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class PlusProblem:
-    """What grading needs of a row of EvalPlus's files; the inputs are as in the file."""
+    """The part of a row of EvalPlus's files that grading needs; the inputs are as in the file."""
 
     dataset: Dataset
     task_id: str
@@ -62,7 +62,7 @@ class PlusProblem:
 
 @dataclass(frozen=True, kw_only=True)
 class ProblemOracle:
-    """A problem with what the canonical solution returned for each input, and how long a program may take."""
+    """A problem, the canonical solution's result for each input, and a program's time limits."""
 
     problem: PlusProblem
     inputs: tuple[Sequence[Any], ...]
@@ -147,7 +147,7 @@ def judge_program(reference: str, program: str) -> PlusVerdict:
     """Run a program on all inputs of a packed problem, by EvalPlus's rules; the first wrong result decides."""
     oracle = find_oracle(reference)
     base, plus = oracle.comparisons()
-    num_right = 0  # before the first wrong one
+    num_right = 0  # before the first wrong result
 
     def accept(number: int, out: Value) -> bool:
         nonlocal num_right
@@ -228,7 +228,8 @@ def _plus_problem(dataset: Dataset) -> Callable[[str, PlusRow], Problem]:
 
 
 def _check_dataset(dataset: Dataset, task_id: str) -> None:
-    """Raise `ValueError` for a row of the other one of EvalPlus's files. The types of MBPP+'s inputs go by number."""
+    """Raise `ValueError` for a row of EvalPlus's other file. A problem's number decides the types of MBPP+'s
+    inputs."""
     prefix, _, number = task_id.rpartition("/")
     if dataset == "humaneval" and prefix == "Mbpp":
         raise ValueError(f"'{task_id}' is a problem of MBPP+; use task 'mbpp-plus', or HumanEval+'s file")

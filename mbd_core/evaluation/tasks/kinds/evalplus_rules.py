@@ -77,7 +77,7 @@ _RULES: tuple[tuple[set[int], Callable[[Any], Sequence[Any]]], ...] = (
 class Comparison:
     """Judges results input by input, in their order: a tolerance that one input sets also holds for the next.
 
-    expected     what the canonical solution returned, and its type
+    expected     the canonical solution's results, and their types
     """
 
     dataset: Dataset

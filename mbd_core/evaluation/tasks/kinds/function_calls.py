@@ -39,7 +39,7 @@ ELSEWHERE = {
 JSON_TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}
 """The leaderboard's names of types that JSON Schema has by other names."""
 HINT = " Note that the provided function is in Python 3 syntax."
-"""What the leaderboard adds to each function's description when it asks."""
+"""The text that the leaderboard adds to each function's description when it asks."""
 MAX_DETAIL = 500  # characters; a call may be long, and JSON may spell halves of characters
 
 
@@ -118,7 +118,7 @@ def _problem(_name: str, row: QuestionRow, *, grammar: bool) -> Problem:
 
 
 def _plain_name(name: str) -> str:
-    """A function's name without dots, which OpenAI's names have not; the leaderboard replaces them alike."""
+    """A function's name without dots, because OpenAI's names have none; the leaderboard replaces dots alike."""
     return name.replace(".", "_")
 
 

@@ -139,7 +139,7 @@ class ContestProblem:
         return problem
 
     def tests(self) -> list[tuple[str, str]]:
-        """The inputs and the outputs, public ones first."""
+        """The inputs and the outputs, public tests first."""
         private = _decompressed(self.private) if self.private else "[]"
         return [*_tests(self.public or "[]", "public_test_cases"), *_tests(private, "private_test_cases")]
 

@@ -46,7 +46,7 @@ def _grade_stated(
 
 
 def _grade_expression(problem: Problem, text: str) -> Grade:
-    """The strict answer is what the last `\\boxed` holds."""
+    """The strict answer is the content of the last `\\boxed`."""
     strict = boxed(text)
     in_box = MathAnswer() if strict is None else judge_answer(problem.reference, f"\\boxed{{{strict}}}")
     return _grade_stated(problem, text, strict=strict, strict_correct=in_box.correct, failure=in_box.failure)

@@ -16,8 +16,8 @@ Judgement = Literal["strict", "flexible", "base", "plus"]
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One problem. `prompt` is the user's question; `reference` is what its answers are graded by: the right number or
-    expression, or what the task's grader packed.
+    """One problem. `prompt` is the user's question; Its answers are graded by `reference`: the right number or
+    expression, or a text that the task's grader packed.
 
     text, tests   MBPP's: the question in words, and the tests that a recipe may show; its `prompt` is code.
                   LiveCodeBench's `tests` are the form of the answer
@@ -73,9 +73,9 @@ class Grader:
     rule        its name in records and reports
     judge       the grade of an answer: of a text, or of the program in it if `programs` says how that is read
     programs    for tasks whose answers are programs
-    judgements  what a grade says beside `correct`
+    judgements  the fields of a grade beside `correct`
     vote        the answer that votes where a problem has several drawn ones; programs do not vote
-    mark        what stands before the answer of a worked solution; a few-shot example must have it
+    mark        the text before the answer of a worked solution; a few-shot example must have it
     """
 
     rule: str
@@ -94,7 +94,7 @@ class Task:
     generate    draws rows; a task without it reads its rows from a file that the user names
     packaged    reads the rows that an installed package has, or the copy of them that the user names
     asks_calls  whether a problem's prompt is a chat with functions (`ToolChat`), and answers are what it writes
-    max_tokens  tokens of an answer to a generated problem, at most; for a file's problems the recipe says them
+    max_tokens  tokens of an answer to a generated problem, at most; for a file's problems the recipe has the limit
     is_asked    whether a row is one of the task's problems; the others are passed over
     other_form  what to do with rows that lack a column because they have another form of the benchmark
     """

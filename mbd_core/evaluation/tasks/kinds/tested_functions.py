@@ -13,7 +13,7 @@ from mbd_core.tasks.generated import GENERATED_TASKS
 
 
 def function_in(problem: Problem, text: str) -> str:
-    """The program in an answer, with what of the prompt it needs."""
+    """The program in an answer, with the parts of the prompt that it needs."""
     return extract_program(problem.prompt, problem.entry_point, text)
 
 
@@ -33,7 +33,7 @@ class FunctionRow(TypedDict):
 
 
 class MbppRow(TypedDict):
-    """A row of MBPP's full file (`text`) or of its sanitised one (`prompt`)."""
+    """A row of MBPP's full file (`text`) or of its sanitised file (`prompt`)."""
 
     task_id: int | str
     test_list: list[str]
