@@ -10,6 +10,7 @@ answers, and Serve's own routes (`/-/healthz`), pass through unchanged.
 """
 
 import asyncio
+from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -131,7 +132,8 @@ class _Answer:
             await self._refuse()
         elif not self.started:
             again = [] if is_order else [(b"retry-after", b"1")]
-            await self._respond(503, ORDER_LOST if is_order else LOST, code="no_gateway", headers=[*again, *headers])
+            text = ORDER_LOST if is_order else LOST
+            await send_error(self._send, self._path, 503, text, code="no_gateway", headers=[*again, *headers])
         elif self._is_stream:
             error = error_text(self._path, 500, CUT, code="stream_cut", request_id=_id(headers))
             kind = "event: error\n" if of_messages(self._path) else ""
@@ -142,22 +144,24 @@ class _Answer:
         status, text = self._refusal["status"], self._text.decode(errors="replace").strip()
         dropped = (b"content-type", b"content-length")
         headers = [(name, value) for name, value in self._refusal["headers"] if name.lower() not in dropped]
-        await self._respond(status, text or f"HTTP status {status}", code=CODES.get(status), headers=headers)
-
-    async def _respond(
-        self, status: int, message: str, *, code: str | None, headers: list[tuple[bytes, bytes]]
-    ) -> None:
-        name = _id(headers)
-        if name is not None and of_messages(self._path):
-            headers = [*headers, (b"request-id", name.encode("latin-1"))]
-        text = error_text(self._path, status, message[:MESSAGE_LENGTH], code=code, request_id=name)
-        body = text.encode()
-        whole = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *headers]
-        await self._send({"type": "http.response.start", "status": status, "headers": whole})
-        await self._send({"type": "http.response.body", "body": body})
+        message = text or f"HTTP status {status}"
+        await send_error(self._send, self._path, status, message, code=CODES.get(status), headers=headers)
 
 
-def _id(headers: list[tuple[bytes, bytes]]) -> str | None:
+async def send_error(
+    send: Send, path: str, status: int, message: str, *, code: str | None, headers: Sequence[tuple[bytes, bytes]]
+) -> None:
+    """Sends a whole answer that is an error of the API; a long message is cut."""
+    request_id = _id(headers)
+    if request_id is not None and of_messages(path):
+        headers = [*headers, (b"request-id", request_id.encode("latin-1"))]
+    body = error_text(path, status, message[:MESSAGE_LENGTH], code=code, request_id=request_id).encode()
+    whole = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *headers]
+    await send({"type": "http.response.start", "status": status, "headers": whole})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _id(headers: Sequence[tuple[bytes, bytes]]) -> str | None:
     """The request's id, if the headers have it."""
     return next((value.decode("latin-1") for name, value in headers if name.lower() == b"x-request-id"), None)
 

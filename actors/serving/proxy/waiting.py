@@ -16,9 +16,8 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from actors.serving.proxy.answers import OWN_ROUTES
+from actors.serving.proxy.answers import OWN_ROUTES, send_error
 from cluster.ray_private import AnsweringDeployment, answering
-from mbd_core.serving.api.errors import MESSAGE_LENGTH, error_text
 
 GATEWAY = "Gateway"  # the deployment's name
 START_SECONDS = 5.0  # a request's wait for the first gateway
@@ -108,15 +107,8 @@ class RefusedWithoutGateway:
         finally:
             if call is not None:
                 call.cancel()
-        text = f"no gateway stands, ask again later: {await self._reason()}"[:MESSAGE_LENGTH]
-        body = error_text(scope["path"], 503, text, code="no_gateway").encode()
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-            (b"retry-after", b"5"),
-        ]
-        await send({"type": "http.response.start", "status": 503, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        text = f"no gateway stands, ask again later: {await self._reason()}"
+        await send_error(send, scope["path"], 503, text, code="no_gateway", headers=[(b"retry-after", b"5")])
 
     async def _reason(self) -> str:
         """The answer of `missing`, which requests share for a moment."""

@@ -3,9 +3,9 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from mbd_core.engine.config import EngineConfig
 from mbd_core.serving.api.errors import ApiError
@@ -18,6 +18,7 @@ from mbd_core.serving.tokens.served_model import ServedModel
 if TYPE_CHECKING:
     import openai
 
+T = TypeVar("T")
 MODEL = "tiny"
 LIMIT = 300  # seconds that requests may take together, on a busy machine
 ROUTES: dict[str, dict[str, Any]] = {
@@ -55,6 +56,23 @@ class LocalServer(OpenAIServer):
         await self.service.stop()
 
 
+class Stoppable(Protocol):
+    async def stop(self) -> None: ...
+
+
+def run(server: Stoppable, scenario: Callable[[], Awaitable[T]]) -> T:
+    """The result of a scenario, which may take `LIMIT` seconds; the server is stopped after it."""
+
+    async def limited() -> T:
+        try:
+            async with asyncio.timeout(LIMIT):
+                return await scenario()
+        finally:
+            await server.stop()
+
+    return asyncio.run(limited())
+
+
 def server_of(
     folder: Path,
     *,
@@ -88,14 +106,10 @@ def answers(folder: Path, *requests: tuple[str, dict[str, Any]], num_pages: int 
     server = server_of(folder, num_pages=num_pages, **settings)
 
     async def scenario() -> list[Any]:
-        try:
-            async with asyncio.timeout(LIMIT):
-                coroutines = [ask(server, route, **fields) for route, fields in requests]
-                return await asyncio.gather(*coroutines, return_exceptions=True)
-        finally:
-            await server.stop()
+        coroutines = [ask(server, route, **fields) for route, fields in requests]
+        return await asyncio.gather(*coroutines, return_exceptions=True)
 
-    return asyncio.run(scenario())
+    return run(server, scenario)
 
 
 def openai_client(server: LocalServer) -> "openai.AsyncOpenAI":

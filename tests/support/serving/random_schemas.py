@@ -1,11 +1,45 @@
 """Random JSON schemas of the kinds that clients send, each with some answer."""
 
+import json
 import random
+from collections.abc import Callable
 from typing import Any
+
+from mbd_core.decoding.blocks.request import Request
+from mbd_core.decoding.grammar.grammar import Grammar
+from mbd_core.engine.sequences.admission import RequestRefused
+from mbd_core.serving.tokens.load import LoadedModel
 
 WORDS = ("name", "age", "tags", "a", "price per kg", "id", "überschrift", "is_ok", "items", "x1")
 FORMATS = ("date", "time", "date-time", "uuid", "ipv4", "email")
 PATTERNS = ("^[a-z]{2,5}$", "^(ab|c)+z[0-9]{3}$", "^[A-Z][0-9]+$", "^\\d{4}-\\d{2}$")
+
+
+def schema_requests(
+    loaded: LoadedModel, number: int, ask: Callable[[int, Grammar, random.Random], Request], *, seed: int
+) -> list[tuple[Request, dict[str, Any]]]:
+    """Requests for objects of random schemas, with their schemas; `ask` makes the request of a number.
+
+    A request is left out if no answer is short enough for it.
+    """
+    rng, found = random.Random(seed), list[tuple[Request, dict[str, Any]]]()
+    while len(found) < number:
+        schema = random_object_schema(rng)
+        request = ask(len(found), Grammar(syntax="json_schema", text=json.dumps(schema)), rng)
+        if has_answer(loaded, request):
+            found.append((request, schema))
+    return found
+
+
+def has_answer(loaded: LoadedModel, request: Request) -> bool:
+    """Whether some answer of the request's grammar fits into `max_tokens`."""
+    try:
+        loaded.engine.compile(request)
+    except RequestRefused as refusal:
+        if "raise max_tokens" in str(refusal):
+            return False
+        raise
+    return True
 
 
 def random_schema(rng: random.Random, depth: int = 3) -> dict[str, Any]:
