@@ -2,12 +2,12 @@
 
 import asyncio
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 from aiohttp import web
+from threaded_app import running_app
 
 from benchmarks.load import bystander as bench_bystander
 from benchmarks.load.attacks import ATTACKS, attack_body
@@ -65,18 +65,8 @@ class Endpoint:
         app = web.Application()
         app.router.add_post("/v1/completions", self.complete)
         app.router.add_get("/v1/models", self.models)
-        loop, runner = asyncio.new_event_loop(), web.AppRunner(app)
-        thread = threading.Thread(target=loop.run_forever)
-        thread.start()
-        try:
-            asyncio.run_coroutine_threadsafe(runner.setup(), loop).result()
-            asyncio.run_coroutine_threadsafe(web.TCPSite(runner, "127.0.0.1", 0).start(), loop).result()
-            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-        finally:
-            asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result()
-            loop.call_soon_threadsafe(loop.stop)
-            thread.join()
-            loop.close()
+        with running_app(app) as url:
+            yield url
 
 
 @pytest.fixture(autouse=True)

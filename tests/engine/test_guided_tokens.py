@@ -14,7 +14,7 @@ import pytest
 import torch
 from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
-from random_schemas import random_object_schema
+from random_schemas import schema_requests
 from small_engines import run_with_preemption
 from transformers import Qwen3ForCausalLM
 
@@ -63,19 +63,8 @@ def asked(loaded: LoadedModel, seed: int, grammar: Grammar | None, **fields: Any
     return Request(request_id=f"r{seed}", decoding=loaded.decoding({}), **given | fields)
 
 
-def schema_requests(loaded: LoadedModel, number: int) -> list[tuple[Request, dict[str, Any]]]:
-    rng, found = random.Random(5), list[tuple[Request, dict[str, Any]]]()
-    while len(found) < number:
-        schema = random_object_schema(rng)
-        request = asked(loaded, len(found), Grammar(syntax="json_schema", text=json.dumps(schema)))
-        try:
-            loaded.engine.compile(request)
-        except RequestRefused as refusal:
-            if "raise max_tokens" in str(refusal):
-                continue
-            raise
-        found.append((request, schema))
-    return found
+def asked_schemas(loaded: LoadedModel, number: int) -> list[tuple[Request, dict[str, Any]]]:
+    return schema_requests(loaded, number, lambda place, grammar, _: asked(loaded, place, grammar), seed=5)
 
 
 def gist(output: Output) -> Any:
@@ -112,7 +101,7 @@ def test_greedy_tokens_are_those_of_a_literal_loop(folder: Path, loaded: LoadedM
 
 
 def test_every_answer_of_a_random_model_validates_alone_batched_and_preempted(loaded: LoadedModel) -> None:
-    pairs = schema_requests(loaded, 12)
+    pairs = asked_schemas(loaded, 12)
     requests = [request for request, _ in pairs]
     plain = [asked(loaded, 100 + i, None, max_tokens=20, ignore_eos=True) for i in range(3)]
     outputs = loaded.engine.generate(requests + plain)
@@ -144,7 +133,7 @@ def test_every_answer_validates_where_guides_wait_for_their_turn(
         vocab_limit=len(loaded.tokenizer),
         grammars=grammars_of(loaded.tokenizer, loaded.engine.model.config),
     )
-    pairs = schema_requests(loaded, 6)
+    pairs = asked_schemas(loaded, 6)
     outputs = engine.generate([request for request, _ in pairs])
     for (_, schema), output in zip(pairs, outputs, strict=True):
         jsonschema.validate(json.loads(text_of(loaded, output)), schema)
@@ -154,7 +143,7 @@ def test_every_answer_validates_where_guides_wait_for_their_turn(
 
 
 def test_a_resumed_answer_goes_on_inside_its_grammar(loaded: LoadedModel) -> None:
-    for request, _ in schema_requests(loaded, 4):
+    for request, _ in asked_schemas(loaded, 4):
         loaded.engine.add(request)
         steps = []
         while loaded.engine.has_work:
@@ -185,7 +174,7 @@ def test_thinking_under_a_grammar_is_refused(loaded: LoadedModel) -> None:
 
 @pytest.mark.usefixtures("warm_followers")
 def test_two_ranks_decide_as_one(folder: Path, loaded: LoadedModel) -> None:
-    requests = [request for request, _ in schema_requests(loaded, 4)]
+    requests = [request for request, _ in asked_schemas(loaded, 4)]
     requests.append(asked(loaded, 60, None, max_tokens=12, ignore_eos=True))
     with load_engine(folder, SIZES, tensor_parallel=2) as ranks:
         pair = ranks.engine.generate(requests)

@@ -12,8 +12,9 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
+from drawn_counts import chi_square
 from llguidance.hf import from_tokenizer
-from random_schemas import random_object_schema
+from random_schemas import schema_requests
 from small_engines import run_with_preemption
 
 from mbd_core.checkpoint.tokenizer import grammars_of
@@ -75,19 +76,8 @@ def asked(seed: int, grammar: Grammar | None, slots: int = 1, **fields: Any) -> 
     return Request(request_id=f"r{seed}", **given | fields)
 
 
-def schema_requests(loaded: LoadedModel, number: int) -> list[tuple[Request, dict[str, Any]]]:
-    rng, found = random.Random(5), list[tuple[Request, dict[str, Any]]]()
-    while len(found) < number:
-        schema = random_object_schema(rng)
-        request = asked(len(found), Grammar(syntax="json_schema", text=json.dumps(schema)))
-        try:
-            loaded.engine.compile(request)
-        except RequestRefused as refusal:
-            if "raise max_tokens" in str(refusal):
-                continue
-            raise
-        found.append((request, schema))
-    return found
+def asked_schemas(loaded: LoadedModel, number: int) -> list[tuple[Request, dict[str, Any]]]:
+    return schema_requests(loaded, number, lambda place, grammar, _: asked(place, grammar), seed=5)
 
 
 def with_slots(request: Request, slots: int) -> Request:
@@ -96,7 +86,7 @@ def with_slots(request: Request, slots: int) -> Request:
 
 def test_answers_are_those_of_block_size_1_alone_batched_and_preempted(loaded: LoadedModel) -> None:
     """Of 1, 2 and 3 slots, beside rows without a grammar; all validate."""
-    pairs = schema_requests(loaded, 8)
+    pairs = asked_schemas(loaded, 8)
     requests = [request for request, _ in pairs] + [asked(20 + i, grammar) for i, grammar in enumerate(GRAMMARS)]
     single = DecodingConfig(block_size=1)
     wanted = engine_of(loaded, changed(loaded, block_size=1)).generate(
@@ -159,7 +149,7 @@ def last_logits(model: Decoder, text: list[int]) -> torch.Tensor:
 def test_answers_are_the_same_where_guides_wait_for_their_turn(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    requests = [with_slots(request, 1 + i % 2) for i, (request, _) in enumerate(schema_requests(loaded, 3))]
+    requests = [with_slots(request, 1 + i % 2) for i, (request, _) in enumerate(asked_schemas(loaded, 3))]
     requests += [asked(20 + i, GRAMMARS[i % 2], 1 + i % 3, max_tokens=60) for i in range(4)]
     wanted, waits = loaded.engine.generate(requests), list[bool]()
     plain_extend = Guide.extend
@@ -180,7 +170,7 @@ def test_a_resumed_answer_goes_on_inside_its_grammar(loaded: LoadedModel) -> Non
     """Behind a whole block, as block size 1 does: the new guide may know another end, so near the end of its budget a
     resumed answer need not be the whole one."""
     alone = engine_of(loaded, changed(loaded, block_size=1))
-    for slots, (request, schema) in enumerate(schema_requests(loaded, 3), start=1):
+    for slots, (request, schema) in enumerate(asked_schemas(loaded, 3), start=1):
         asked_now = with_slots(request, slots)
         loaded.engine.add(asked_now)
         steps = []
@@ -218,14 +208,13 @@ def test_answers_are_drawn_as_at_block_size_1(loaded: LoadedModel, slots: int) -
         requests = [dataclasses.replace(r, request_id=f"r{i}", logprobs=False) for i, r in enumerate(requests)]
         served = engine_of(loaded, model, max_rows=32, num_pages=400, batch_invariant=False)
         counts.append(Counter(loaded.tokenizer.decode(list(o.tokens)) for o in served.generate(requests)))
-    texts = sorted(set(counts[0]) | set(counts[1]))
-    chi_square = sum((counts[0][t] - counts[1][t]) ** 2 / (counts[0][t] + counts[1][t]) for t in texts)
-    assert 4 < len(texts) <= 8 and chi_square < 24.3, counts  # the 0.999 quantile for 7 degrees of freedom
+    assert 4 < len(counts[0] | counts[1]) <= 8
+    assert chi_square(*counts) < 24.3, counts  # the 0.999 quantile for 7 degrees of freedom
 
 
 @pytest.mark.usefixtures("warm_followers")
 def test_two_ranks_decide_as_one(tiny_model_dir: Path) -> None:
     with load_engine(tiny_model_dir, SIZES) as one, load_engine(tiny_model_dir, SIZES, tensor_parallel=2) as two:
-        requests = [with_slots(request, 1 + i % 3) for i, (request, _) in enumerate(schema_requests(one, 4))]
+        requests = [with_slots(request, 1 + i % 3) for i, (request, _) in enumerate(asked_schemas(one, 4))]
         requests.append(asked(60, None, max_tokens=12, ignore_eos=True))
         assert [o.tokens for o in two.engine.generate(requests)] == [o.tokens for o in one.engine.generate(requests)]

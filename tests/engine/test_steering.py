@@ -13,7 +13,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from random_schemas import random_object_schema
+from random_schemas import schema_requests
 from step_replay import check_replay
 
 from mbd_core.checkpoint.chat import chat_prompts, question
@@ -67,28 +67,13 @@ def asked(seed: int, grammar: Grammar | None, method: str = "multi", **changes: 
     return Request(request_id=f"r{seed}", **fields | changes)
 
 
-def schema_requests(
+def asked_schemas(
     loaded: LoadedModel, number: int, seed: int = 0, budgets: tuple[int, int] = (100, 160)
 ) -> list[tuple[Request, dict[str, Any]]]:
-    """Requests with random schemas that have a short enough answer."""
-    rng, found = random.Random(seed), list[tuple[Request, dict[str, Any]]]()
-    while len(found) < number:
-        schema = random_object_schema(rng)
-        grammar = Grammar(syntax="json_schema", text=json.dumps(schema))
-        request = asked(len(found), grammar, rng.choice(list(METHODS)), max_tokens=rng.choice(budgets))
-        if has_answer(loaded, request):
-            found.append((request, schema))
-    return found
+    def ask(place: int, grammar: Grammar, rng: random.Random) -> Request:
+        return asked(place, grammar, rng.choice(list(METHODS)), max_tokens=rng.choice(budgets))
 
-
-def has_answer(loaded: LoadedModel, request: Request) -> bool:
-    try:
-        loaded.engine.compile(request)
-    except RequestRefused as refusal:
-        if "raise max_tokens" in str(refusal):
-            return False
-        raise
-    return True
+    return schema_requests(loaded, number, ask, seed=seed)
 
 
 def text_of(loaded: LoadedModel, output: Output) -> str:
@@ -119,12 +104,12 @@ def run(engine: Engine, requests: list[Request], rng: random.Random | None = Non
 
 
 def test_every_answer_of_a_random_model_validates(loaded: LoadedModel) -> None:
-    requests = schema_requests(loaded, 30)
+    requests = asked_schemas(loaded, 30)
     check_answers(loaded, requests, loaded.engine.generate([r for r, _ in requests]))
 
 
 def test_alone_is_in_a_mixed_batch_is_static_is_preempted(loaded: LoadedModel) -> None:
-    guided = [r for r, _ in schema_requests(loaded, 2, seed=3, budgets=(50, 60))]
+    guided = [r for r, _ in asked_schemas(loaded, 2, seed=3, budgets=(50, 60))]
     plain = [asked(100 + i, None, max_tokens=20, ignore_eos=True) for i in range(2)]
     requests = [guided[0], plain[0], template_request(50, (5, 3, 4)), guided[1], plain[1]]
     exact = {"batch_invariant": True, "max_rows": 4}
@@ -261,7 +246,7 @@ def test_rows_take_turns_where_one_search_is_too_much(loaded: LoadedModel, monke
 
 def test_every_answer_validates_where_rows_wait(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "STEP_TRIES", 1)
-    requests = [(replace(r, rollout=True), schema) for r, schema in schema_requests(loaded, 16, seed=21)]
+    requests = [(replace(r, rollout=True), schema) for r, schema in asked_schemas(loaded, 16, seed=21)]
     outputs = loaded.engine.generate([r for r, _ in requests])
     check_answers(loaded, requests, outputs)
     for output in outputs:
@@ -276,7 +261,7 @@ def test_rows_that_wait_get_the_tokens_they_have_alone(
     methods, sampling = itertools.cycle(METHODS), Sampling(temperature=temperature, seed=5)
     requests = [
         replace(r, sampling=sampling, decoding=DecodingConfig(block_size=B, **METHODS[next(methods)]))
-        for r, _ in schema_requests(loaded, 8, seed=21)
+        for r, _ in asked_schemas(loaded, 8, seed=21)
     ]
     alone = [loaded.engine.generate([r])[0] for r in requests]
     together = loaded.engine.generate(requests)
@@ -346,7 +331,7 @@ def test_the_budget_is_kept_by_closing_in_time(loaded: LoadedModel) -> None:
 
 
 def test_a_resumed_answer_goes_on_inside_its_grammar(loaded: LoadedModel) -> None:
-    for request, schema in schema_requests(loaded, 3, seed=9):
+    for request, schema in asked_schemas(loaded, 3, seed=9):
         loaded.engine.add(request)
         steps = []
         while loaded.engine.has_work:
@@ -573,7 +558,7 @@ def test_a_template_that_cannot_be_honoured_is_refused(
 def test_random_schemas_on_the_shipped_model(number: int) -> None:
     with load_engine(model_folder("tiny-mbd"), EngineConfig(max_rows=16, num_pages=800)) as loaded:
         requests = []
-        for request, schema in schema_requests(loaded, number, seed=1):
+        for request, schema in asked_schemas(loaded, number, seed=1):
             decoding = loaded.decoding({"buffer_size": request.decoding.buffer_size, "tau_m2t": 0.9})
             requests.append((replace(request, decoding=decoding), schema))
         outputs = loaded.engine.generate([r for r, _ in requests])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from drawn_counts import chi_square
 from small_engines import EOS, MASK, VOCAB, B, build, request, run_with_preemption
 from test_verified_decoding import random_requests
 from test_verified_slots import WholeTexts
@@ -171,9 +172,8 @@ def test_drawn_answers_have_the_large_models_distribution() -> None:
             for i in range(600)
         ]
         counts.append(Counter(o.tokens for o in served.generate(requests)))
-    triples = sorted(set(counts[0]) | set(counts[1]))
-    chi_square = sum((counts[0][t] - counts[1][t]) ** 2 / (counts[0][t] + counts[1][t]) for t in triples)
-    assert 4 < len(triples) <= 8 and chi_square < 24.3  # the 0.999 quantile for 7 degrees of freedom
+    assert 4 < len(counts[0] | counts[1]) <= 8
+    assert chi_square(*counts) < 24.3, counts  # the 0.999 quantile for 7 degrees of freedom
 
 
 @pytest.mark.parametrize("kind", LARGE)

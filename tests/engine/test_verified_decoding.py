@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from drawn_counts import chi_square
 from small_engines import B, build, engine, request
 
 from mbd_core.decoding.blocks.config import T2T, DecodingConfig, decoding_config
@@ -134,9 +135,7 @@ def test_exact_answers_are_drawn_as_at_block_size_1() -> None:
             for i in range(1000)
         ]
         counts.append(Counter(o.tokens for o in served.generate(requests)))
-    pairs = sorted(set(counts[0]) | set(counts[1]))
-    chi_square = sum((counts[0][p] - counts[1][p]) ** 2 / (counts[0][p] + counts[1][p]) for p in pairs)
-    assert len(pairs) <= 9 and chi_square < 26.1
+    assert len(counts[0] | counts[1]) <= 9 and chi_square(*counts) < 26.1
 
 
 def test_scores_choose_what_is_verified() -> None:

@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from threaded_app import running_app
 
 from benchmarks.load.serve import main
 
@@ -60,18 +60,8 @@ class KnownEndpoint:
         app = web.Application()
         app.router.add_post("/v1/chat/completions", self.chat)
         app.router.add_get("/v1/models", self.models)
-        loop, runner = asyncio.new_event_loop(), web.AppRunner(app)
-        thread = threading.Thread(target=loop.run_forever)
-        thread.start()
-        try:
-            asyncio.run_coroutine_threadsafe(runner.setup(), loop).result()
-            asyncio.run_coroutine_threadsafe(web.TCPSite(runner, "127.0.0.1", 0).start(), loop).result()
-            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-        finally:
-            asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result()
-            loop.call_soon_threadsafe(loop.stop)
-            thread.join()
-            loop.close()
+        with running_app(app) as url:
+            yield url
 
 
 def measured(tmp_path: Path, *options: str) -> dict[str, Any]:

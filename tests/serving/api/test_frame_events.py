@@ -10,7 +10,7 @@ import httpx
 import jsonschema
 import openai
 import pytest
-from local_server import LocalServer, server_of
+from local_server import LocalServer, run, server_of
 from pydantic import TypeAdapter
 
 from mbd_core.serving.api.errors import ApiError
@@ -18,7 +18,6 @@ from mbd_core.serving.api.openapi import openapi_document
 from mbd_core.serving.api.shapes import FrameEvent
 from mbd_core.serving.server.text_stream import MAX_UNREAD_FRAMES
 
-LIMIT = 300
 FRAME = TypeAdapter(FrameEvent)
 ROUTES: dict[str, dict[str, Any]] = {
     "complete": {"prompt": "Tom has 3 apples."},
@@ -27,17 +26,9 @@ ROUTES: dict[str, dict[str, Any]] = {
 SLOW = {"buffer_size": 2, "tau_m2t": 0.05}
 
 
-def run(folder: Path, scenario: Callable[[LocalServer], Awaitable[Any]]) -> Any:
+def on_server(folder: Path, scenario: Callable[[LocalServer], Awaitable[Any]]) -> Any:
     server = server_of(folder)
-
-    async def limited() -> Any:
-        try:
-            async with asyncio.timeout(LIMIT):
-                return await scenario(server)
-        finally:
-            await server.stop()
-
-    return asyncio.run(limited())
+    return run(server, lambda: scenario(server))
 
 
 async def events(server: LocalServer, route: str, **fields: Any) -> list[str]:
@@ -72,7 +63,7 @@ def test_the_committed_stream_is_the_same_beside_frames(tiny_model_dir: Path, ro
     async def scenario(server: LocalServer) -> tuple[list[str], list[str]]:
         return await events(server, route, **asked), await events(server, route, frames=True, **asked)
 
-    plain, shown = run(tiny_model_dir, scenario)
+    plain, shown = on_server(tiny_model_dir, scenario)
     assert not any("frame" in event for event in plain), "who does not ask sees nothing of them"
     (no_frames, before), (frames, chunks) = split(plain), split(shown)
     assert not no_frames and len(frames) == chunks[-1]["mbd"]["num_forwards"]
@@ -93,7 +84,7 @@ def test_openai_s_client_takes_a_frame_for_a_chunk_without_choices(tiny_model_di
     async def scenario(server: LocalServer) -> list[str]:
         return await events(server, "chat", frames=True)
 
-    sent = run(tiny_model_dir, scenario)
+    sent = on_server(tiny_model_dir, scenario)
 
     def answer(_: httpx.Request) -> httpx.Response:
         return httpx.Response(200, headers={"content-type": "text/event-stream"}, text="".join(sent))
@@ -118,7 +109,7 @@ def test_frames_without_a_stream_are_a_400(tiny_model_dir: Path) -> None:
                 await events(server, route, frames=True, stream=False)
             assert (caught.value.status, caught.value.param) == (400, "frames")
 
-    run(tiny_model_dir, scenario)
+    on_server(tiny_model_dir, scenario)
 
 
 def test_frames_that_nobody_reads_are_dropped_and_no_text_is(tiny_model_dir: Path) -> None:
@@ -133,7 +124,7 @@ def test_frames_that_nobody_reads_are_dropped_and_no_text_is(tiny_model_dir: Pat
         late = [event async for event in answer.events(lambda error: ApiError(500, str(error)))]
         return late, await events(server, "complete", **slow)
 
-    late, plain = run(tiny_model_dir, scenario)
+    late, plain = on_server(tiny_model_dir, scenario)
     frames, chunks = split(late)
     assert chunks[-1]["mbd"]["num_forwards"] > MAX_UNREAD_FRAMES == len(frames)
     assert text_of(chunks) == text_of(split(plain)[1])

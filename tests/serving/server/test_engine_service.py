@@ -1,12 +1,11 @@
 """One engine that serves takes over other content, or says why not."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
 
 import pytest
 from adapter_folders import write_adapter
+from local_server import LIMIT, run
 
 from mbd_core.checkpoint.config import load_config
 from mbd_core.decoding.blocks.config import DecodingConfig
@@ -19,8 +18,6 @@ from mbd_core.serving.tokens import changing_engine
 from mbd_core.serving.tokens.async_engine import EngineStream
 from mbd_core.serving.tokens.endpoint_args import EndpointArgs
 from mbd_core.serving.tokens.stream import Asleep
-
-LIMIT = 300  # seconds for what ends by itself, however busy the machine is
 
 
 def test_an_adapter_leaves_when_its_last_request_has_ended_and_no_wait_is_for_ever(
@@ -51,17 +48,6 @@ def test_an_adapter_leaves_when_its_last_request_has_ended_and_no_wait_is_for_ev
                 await service.stop()
 
     asyncio.run(scenario())
-
-
-def run(service: EngineService, scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    async def limited() -> None:
-        try:
-            async with asyncio.timeout(LIMIT):
-                await scenario()
-        finally:
-            await service.stop()
-
-    asyncio.run(limited())
 
 
 def asked(name: str, max_tokens: int = 20) -> Request:

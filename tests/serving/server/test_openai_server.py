@@ -12,15 +12,13 @@ from typing import Any
 
 import pytest
 from chat_templates import REFUSAL, with_strict_template
-from local_server import server_of
+from local_server import LIMIT, run, server_of
 
 from mbd_core.serving.api.errors import ApiError, api_error
 from mbd_core.serving.server import large_bodies
 from mbd_core.serving.server.openai_server import OpenAIServer
 from mbd_core.serving.tokens.served_model import ServedModel
 from mbd_core.serving.tokens.stream import EngineFailed, RequestTimedOut, TooManyRequests
-
-LIMIT = 300  # seconds for what ends by itself, however busy the machine is
 
 
 @pytest.fixture(scope="module")
@@ -29,17 +27,6 @@ def shared_server(tiny_model_dir: Path) -> Iterator[OpenAIServer]:
     server = server_of(tiny_model_dir)
     yield server
     asyncio.run(server.stop())
-
-
-def run(server: OpenAIServer, scenario: Callable[[], Awaitable[Any]]) -> Any:
-    async def limited() -> Any:
-        try:
-            async with asyncio.timeout(LIMIT):
-                return await scenario()
-        finally:
-            await server.stop()
-
-    return asyncio.run(limited())
 
 
 def body(**fields: Any) -> bytes:

@@ -12,7 +12,7 @@ import openai
 import pytest
 from family_models import rewrite
 from gateway_in_process import running_gateway
-from local_server import LIMIT, MODEL, ROUTES, answers, server_of
+from local_server import LIMIT, MODEL, ROUTES, answers, run, server_of
 
 from actors.serving.args import ModelArgs, ServingArgs
 from mbd_core.engine.config import EngineConfig
@@ -314,18 +314,14 @@ def test_tokenize_writes_a_chat_as_it_is_decoded(thinking_model: Path) -> None:
     server = server_of(thinking_model)
 
     async def scenario() -> list[Any]:
-        try:
-            async with asyncio.timeout(LIMIT):
-                found: list[Any] = [await server.tokenize(json.dumps(ROUTES["chat"] | asked).encode())]
-                for name, value in {**asked, "continue_final_message": True}.items():
-                    with pytest.raises(ApiError) as refused:
-                        await server.tokenize(json.dumps({"prompt": "x", name: value}).encode())
-                    found.append(refused.value.param == name)
-                return found
-        finally:
-            await server.stop()
+        found: list[Any] = [await server.tokenize(json.dumps(ROUTES["chat"] | asked).encode())]
+        for name, value in {**asked, "continue_final_message": True}.items():
+            with pytest.raises(ApiError) as refused:
+                await server.tokenize(json.dumps({"prompt": "x", name: value}).encode())
+            found.append(refused.value.param == name)
+        return found
 
-    tokenized, *named = asyncio.run(scenario())
+    tokenized, *named = run(server, scenario)
     assert tokenized["tokens"] == whole[0]["choices"][0]["prompt_token_ids"] and named == [True] * 4
 
 

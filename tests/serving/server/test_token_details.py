@@ -1,11 +1,10 @@
 """Token ids and step maps in replies, whole and streamed, for completions and chat; they replay through the model."""
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
-from local_server import LIMIT, ROUTES, LocalServer, ask, server_of
+from local_server import ROUTES, LocalServer, ask, run, server_of
 from step_replay import check_replay
 
 from mbd_core.checkpoint.loading import load_model
@@ -33,17 +32,13 @@ NO_COUNTS = Counts(
 )
 
 
-def run(folder: Path, *asked: tuple[str, dict[str, Any]]) -> tuple[list[list[dict[str, Any]]], LocalServer]:
+def answered(folder: Path, *asked: tuple[str, dict[str, Any]]) -> tuple[list[list[dict[str, Any]]], LocalServer]:
     server = server_of(folder)
 
     async def scenario() -> list[list[dict[str, Any]]]:
-        try:
-            async with asyncio.timeout(LIMIT):
-                return [await ask(server, route, **fields) for route, fields in asked]
-        finally:
-            await server.stop()
+        return [await ask(server, route, **fields) for route, fields in asked]
 
-    return asyncio.run(scenario()), server
+    return run(server, scenario), server
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -52,7 +47,7 @@ def test_streamed_details_join_to_the_whole_answer_s_and_replay(
     tiny_model_dir: Path, route: str, stop: str | None
 ) -> None:
     fields = ASKED | {"stop": stop, "temperature": 1.0, "seed": 5}
-    (whole, events), server = run(tiny_model_dir, (route, fields), (route, fields | {"stream": True}))
+    (whole, events), server = answered(tiny_model_dir, (route, fields), (route, fields | {"stream": True}))
     choice = whole[0]["choices"][0]
     assert len(choice["token_ids"]) == whole[0]["usage"]["completion_tokens"] == len(choice["rollout"]["step_map"])
     assert len(choice["prompt_token_ids"]) == whole[0]["usage"]["prompt_tokens"]
@@ -93,12 +88,12 @@ def test_streamed_details_join_to_the_whole_answer_s_and_replay(
 
 
 def test_nothing_of_it_is_there_where_it_was_not_asked_for(tiny_model_dir: Path) -> None:
-    (whole, events), _ = run(tiny_model_dir, ("chat", {}), ("chat", {"stream": True}))
+    (whole, events), _ = answered(tiny_model_dir, ("chat", {}), ("chat", {"stream": True}))
     for choice in (whole[0]["choices"][0], *(event["choices"][0] for event in events)):
         assert not {"token_ids", "prompt_token_ids", "rollout"} & choice.keys()
 
 
 def test_a_step_map_of_tokens_that_change_is_a_400(tiny_model_dir: Path) -> None:
     with pytest.raises(ApiError, match="return_step_map") as caught:
-        run(tiny_model_dir, ("complete", {"return_step_map": True, "decoding": {"t2t": {}}}))
+        answered(tiny_model_dir, ("complete", {"return_step_map": True, "decoding": {"t2t": {}}}))
     assert (caught.value.status, caught.value.param) == (400, "return_step_map")

@@ -1,20 +1,17 @@
 """A conversation's next turn: an answer's own tokens come back in the prompt, and the prefix cache holds them."""
 
-import asyncio
 import json
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from chat_templates import tool_folder
-from local_server import server_of
+from local_server import run, server_of
 from transformers import AddedToken
 
 from mbd_core.serving.api.errors import ApiError
 from mbd_core.serving.server.openai_server import OpenAIServer
 
-LIMIT = 300  # seconds for what ends by itself, however busy the machine is
 QUESTION = {"role": "user", "content": "Tom has 3 apples and buys 4 more. How many has he?"}
 NEXT = {"role": "user", "content": "And two more?"}
 
@@ -28,17 +25,6 @@ SHORTENED = PLAIN.replace("{{ m['content'] }}<|endoftext|>", "{{ m['content'][:3
 HIDDEN = PLAIN.replace("{{ m['content'] }}<|endoftext|>", "<|endoftext|>")
 BLANK = PLAIN.replace("<|assistant|>{{ m", "<|assistant|> {{ m")
 TWICE = PLAIN.replace("{{ m['content'] }}<|endoftext|>", "{{ m['content'] }}{{ m['content'] }}<|endoftext|>")
-
-
-def run(server: OpenAIServer, scenario: Callable[[], Awaitable[Any]]) -> Any:
-    async def limited() -> Any:
-        try:
-            async with asyncio.timeout(LIMIT):
-                return await scenario()
-        finally:
-            await server.stop()
-
-    return asyncio.run(limited())
 
 
 async def chat(server: OpenAIServer, *messages: dict[str, Any], **fields: Any) -> dict[str, Any]:
