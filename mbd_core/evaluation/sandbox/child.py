@@ -234,7 +234,7 @@ def standard_streams() -> Callable[[Callable[[], Any]], Callable[[str], str]]:
     import contextlib
     import io
 
-    class Bytes(io.BytesIO):
+    class StreamBytes(io.BytesIO):
         def close(self) -> None:
             """Keep it open: the next input needs it, and its printed bytes are still to be read."""
 
@@ -242,13 +242,13 @@ def standard_streams() -> Callable[[Callable[[], Any]], Callable[[str], str]]:
             """A line at most. So `stdin` takes no more than it gives, and leaves the rest for readers of bytes."""
             return self.readline(size)
 
-    class Text(io.TextIOWrapper):
+    class StreamText(io.TextIOWrapper):
         def close(self) -> None:
             """As its bytes."""
 
-    source, sink, files = Bytes(), Bytes(), open
-    stdin = Text(source, encoding="utf-8", errors="surrogatepass", newline="\n")
-    stdout = Text(sink, encoding="utf-8", errors="surrogatepass", newline="\n", write_through=True)
+    source, sink, files = StreamBytes(), StreamBytes(), open
+    stdin = StreamText(source, encoding="utf-8", errors="surrogatepass", newline="\n")
+    stdout = StreamText(sink, encoding="utf-8", errors="surrogatepass", newline="\n", write_through=True)
 
     def open_input(file: Any, mode: str = "r", *rest: Any, **keywords: Any) -> Any:
         if file == 0 or file == "/dev/stdin":

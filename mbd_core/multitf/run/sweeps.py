@@ -13,13 +13,13 @@ from mbd_core.multitf.run.log import Log, say
 
 END_SECONDS = 300.0
 """The time that a run waits at its end for the current sweep and the last one, together."""
-Numbers = dict[str, float]
+HeldOutNumbers = dict[str, float]
 
 
 class Sweeper(Protocol):
     """The process that sweeps, outside this one."""
 
-    def begin(self, step: int) -> Future[Numbers]:
+    def begin(self, step: int) -> Future[HeldOutNumbers]:
         """Begins to sweep the checkpoint of a step. Raises if there is no room for the sweep.
 
         The results are `sweep_accuracy`, a share, and `sweep_tpf`.
@@ -38,7 +38,7 @@ class Sweeps:
     def __init__(self, sweeper: Sweeper, checkpoints: Checkpoints, log: Log) -> None:
         self.sweeper, self.checkpoints, self.log = sweeper, checkpoints, log
         self._due_step: int | None = None
-        self._under_way: tuple[int, Future[Numbers]] | None = None
+        self._under_way: tuple[int, Future[HeldOutNumbers]] | None = None
 
     def request(self, step: int) -> None:
         """Plans a sweep of this step's checkpoint, which is about to be written, unless another sweep is due or

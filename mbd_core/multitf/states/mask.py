@@ -36,7 +36,7 @@ from torch import Tensor
 
 from mbd_core.ops.attention.whole import Sees
 
-Numbers = TypeVar("Numbers", Tensor, np.ndarray)
+IntArray = TypeVar("IntArray", Tensor, np.ndarray)
 
 
 def dual_stream_mask(stream: Tensor, block: Tensor, first: Tensor, sample: Tensor | None = None) -> Tensor:
@@ -85,7 +85,7 @@ def whole_sequence_sees(stream: Tensor, sample: Tensor | None = None) -> Sees:
     return sees
 
 
-def sees_in_streams(query: tuple[Numbers, ...], key: tuple[Numbers, ...]) -> Numbers:
+def sees_in_streams(query: tuple[IntArray, ...], key: tuple[IntArray, ...]) -> IntArray:
     """The predicate without padding: numbers (stream, block, first, sample) that broadcast -> bool."""
     (si, bi, fi, pi), (sj, bj, fj, pj) = query, key
     to_clean = (sj == 0) & (bj < fi) & (si >= 0)
