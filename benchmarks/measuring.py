@@ -54,7 +54,8 @@ def run_seconds(
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of a call: on the clock, and of the processor in all threads, which other work here does not change."""
+    """Seconds of a call: on the clock, and of the processor in all threads. Other work on the machine does not change
+    the second."""
 
     wall: float
     processor: float
@@ -78,8 +79,8 @@ def interleaved(
 ) -> dict[str, list[T]]:
     """The results of `repeats` calls of each run. The runs take turns; `after` is called after every run.
 
-    A slow period of the machine then slows all runs alike. Every round begins with another run, so that a run does not
-    always follow the same one. Raises `ValueError` for `repeats` below 1.
+    So a slow period of the machine slows all runs alike. Every round begins with another run, so that no run always
+    follows the same one. Raises `ValueError` for `repeats` below 1.
     """
     if repeats < 1:
         raise ValueError(f"repeats={repeats} must be at least 1")

@@ -56,7 +56,8 @@ COLUMNS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:
-    """A method, with the block budget of its engine. `fresh`: every round has a new one, which has learned nothing."""
+    """A method, with the block budget of its engine. `fresh`: every round has a new engine, which has learned
+    nothing."""
 
     method: str
     budget: int | None = None
@@ -70,7 +71,7 @@ class Mode:
 
 @dataclass(kw_only=True)
 class ModeRun:
-    """What one mode gave out in a round.
+    """The tokens, steps and time of one mode in a round.
 
     steps      forwards of the model, `forwards` times the sequences in each
     positions  that went through the model, prompts included
@@ -168,8 +169,11 @@ def engine_of(model: Decoder, requests: Sequence[Request], mode: Mode, *, rows: 
 
 
 class BusyEngine:
-    """Keeps all rows of an engine busy with the same requests again and again, and counts. The first ones are cut to
-    different lengths: rows that end and begin together would make a mode faster that keeps them so."""
+    """Keeps all rows of an engine busy with the same requests again and again, and counts.
+
+    The first requests are cut to different lengths. Otherwise rows would end and begin together, which makes a mode
+    faster if it keeps them together.
+    """
 
     def __init__(self, engine: Engine, requests: Sequence[Request], *, clock: Callable[[], float]) -> None:
         self.engine, self._clock = engine, clock
@@ -184,7 +188,7 @@ class BusyEngine:
         engine, run, counts = self.engine, self.run, self.engine.counts
         tokens, forwards, start = counts.committed_tokens, counts.sequence_forwards, self._clock()
         before = run.seconds
-        with engine.pacer.without_streams():  # so the same steps store the same prompts, whatever the machine's speed
+        with engine.pacer.without_streams():  # steps store the same prompts at any speed of the machine
             while not until(run):
                 outputs = engine.step()
                 batch = engine.runner.last_batch
@@ -200,7 +204,7 @@ class BusyEngine:
 
 def run_round(busy: Mapping[Mode, BusyEngine], *, answers: int) -> dict[Mode, ModeRun]:
     """Serve all modes side by side, a slice of each in turn, until each has given `answers` answers: a slow moment of
-    the machine slows all alike. They are measured from when each row has given one answer on average."""
+    the machine slows all alike. Measuring begins when each row has given one answer on average."""
     unfinished = list(busy.values())
     for engine in unfinished:
         engine.serve(until_answers(engine.engine.config.max_rows))
@@ -229,8 +233,8 @@ def measure_modes(
     repeats: int,
     tick: Callable[[], object] = lambda: None,
 ) -> list[dict[str, Any]]:
-    """One row for each mode at `rows` requests at once: the median of `repeats` rounds, and the least and the most of
-    its ratio to the best fixed mode. An engine that chooses has served a round before, unless it is to be fresh."""
+    """One row for each mode at `rows` requests at once: the median of `repeats` rounds, and the least and the largest
+    ratio to the best fixed mode. An engine that chooses serves an unmeasured round first, unless its mode is fresh."""
     requests = {mode: random_requests(model, mode, max_tokens=max_tokens, number=4 * rows) for mode in modes}
     engine_for = {mode: partial(engine_of, model, requests[mode], mode, rows=rows) for mode in modes}
     engines = {mode: engine_for[mode]() for mode in modes if not mode.fresh}

@@ -61,19 +61,19 @@ def load_part(folder: str, rank: int, ranks: int) -> int:
 
 
 def start_process() -> None:
-    """Import what `load_part` needs. It takes so long that each process gets one call."""
+    """Import the modules that `load_part` needs. It takes long, so each process gets one call."""
     import mbd_core.checkpoint.loading  # noqa: F401
 
     time.sleep(1)
 
 
 def _alone(partial: "Tensor") -> "Tensor":
-    """In the place of the sum over ranks: no forward is computed."""
+    """Stands in for the sum over ranks, because no forward is computed."""
     return partial
 
 
 def measured(url: str, ranks: int, place: Path) -> Iterator[dict[str, Any]]:
-    """Both ways by so many processes; what is fetched goes below `place` and is removed."""
+    """Both ways, by `ranks` processes. Fetched files lie below `place` and are removed."""
     folder, context = Folder.at(url), get_context("spawn")
     with ProcessPoolExecutor(ranks, mp_context=context) as processes:
         for done in [processes.submit(start_process) for _ in range(ranks)]:

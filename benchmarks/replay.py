@@ -1,8 +1,8 @@
 """The cost of a rollout for a learner, and the distance of its log-probabilities from the engine's.
 
-Answers to a task's problems are drawn by an engine, and replayed in the states of its forwards, in several of them as
-one, and in the states of released learners. Counts are of one answer; seconds are the processor's, of a forward and a
-backward pass over all of them.
+An engine draws answers to a task's problems. They are replayed in three kinds of states: those of the engine's
+forwards, successive forwards joined into one state, and the states of released learners. Counts are of one answer;
+seconds are the processor's, of a forward and a backward pass over all answers.
 """
 
 from __future__ import annotations
@@ -157,8 +157,11 @@ def drawn_answers(
 def update_seconds(
     model: Decoder, answers: Sequence[ReplayedAnswer], *, rollouts: float, repeats: int
 ) -> dict[str, float]:
-    """Seconds of an update of copies of the model: LightningRL's, under a dense mask and as it is, and distillation
-    from the model at one slot; `ratio` is of the second and `rollouts`."""
+    """Seconds of an update of copies of the model.
+
+    `dense` is LightningRL's update under a dense mask, `update` the same update as it is, `distilled` a distillation
+    from the model at one slot. `ratio` is `update` by `rollouts`.
+    """
     from mbd_core.multitf.step.distiller import Distiller
     from mbd_core.multitf.step.learner import Learner
     from mbd_core.rl.recipes import LEDGER_RL, TINY_OPD
@@ -180,7 +183,7 @@ def update_seconds(
 def replay_rows(
     model: Decoder, answers: Sequence[ReplayedAnswer], *, slots: int, shrinks: Sequence[int], repeats: int
 ) -> list[dict[str, Any]]:
-    """A row for each kind of states: what the answers cost, how far they are from the engine, and seconds in turn."""
+    """A row for each kind of states: the answers' cost, their distance from the engine, and seconds, taken in turn."""
     import torch
 
     from mbd_core.multitf.data.example import IGNORE

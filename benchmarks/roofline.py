@@ -104,8 +104,8 @@ class ForwardCost:
         values are read or written.
 
         `logit_tokens` is the number of positions with logits. Of the tokens `live_tokens` choose experts (default:
-        all). `touched_experts` is the counted number of experts that a layer's tokens use. The default is the number
-        of independent choices; a router's choices need not be independent.
+        all). `touched_experts` is the counted number of experts that a layer's tokens use. The default is the mean for
+        independent choices; a router's choices need not be independent.
         """
         weight_bytes = self._every_bytes + tokens * self._embedding_bytes + (self._head_bytes if logit_tokens else 0)
         if self._moe is not None:
@@ -134,8 +134,8 @@ def step_cost(
 ) -> StepCost:
     """The cost of one step of `rows` sequences with `buffer_size` slots each after `prefix` stored tokens.
 
-    `block_size` is by default the model's; `logit_tokens` by default all of the buffer. `ForwardCost` has the rest.
-    Raises `ValueError` for counts that are not positive.
+    `block_size` is by default the model's; `logit_tokens` by default all of the buffer. `ForwardCost` describes the
+    other arguments. Raises `ValueError` for counts that are not positive.
     """
     block = config.block_size if block_size is None else block_size
     if min(rows, buffer_size, block) < 1 or prefix < 0:
@@ -160,8 +160,8 @@ def floor_seconds(cost: StepCost, machine: Machine) -> float:
 
 
 def measure_bandwidth(device: torch.device, *, num_bytes: int | None = None, repeats: int = 5) -> float:
-    """Bytes a second between the device's memory and its cores: the best of a sum (1 pass, it only reads, as a decode
-    step almost does), a copy (2 passes) and a triad (3 passes).
+    """Bytes a second between the device's memory and its cores: the best of a sum (1 pass), a copy (2 passes) and a
+    triad (3 passes). The sum only reads, as a decode step almost does.
 
     Arrays of `num_bytes` each, by default 1 GiB on CUDA and 128 MiB elsewhere; three of them must fit.
     """
@@ -189,8 +189,9 @@ def moe_layers(model: Decoder) -> list[MoE]:
 
 @contextmanager
 def counted_experts(model: Decoder) -> Iterator[Callable[[], float | None]]:
-    """Inside, every eager forward counts. The function gives the mean number of experts that a layer touched in it,
-    `None` where no layer has experts; the counts stay on the device until it is called.
+    """In the block every eager forward counts its experts. The yielded function gives the mean number of experts that
+    a layer touched in a forward so far, `None` without such a forward. The counts stay on the device until it is
+    called.
     """
     counts: list[Tensor] = []
 
@@ -213,8 +214,9 @@ def counted_experts(model: Decoder) -> Iterator[Callable[[], float | None]]:
 class UniformRouter(nn.Module):
     """Stands in a router's place: the t-th token of a forward has K experts that were drawn once, evenly.
 
-    It touches as many experts as independent draws do, whatever the weights are. All chosen experts count alike. The
-    router itself runs too, and its choice is dropped: a step costs as much as with the router, and one operation.
+    It touches the same number of experts as independent draws, whatever the weights are. All chosen experts have the
+    same weight. The router itself runs too, and its choice is dropped: a step costs one operation more than with the
+    router alone.
     """
 
     def __init__(self, like: "Router | UniformRouter", *, num_tokens: int, seed: int) -> None:

@@ -44,7 +44,7 @@ class StepCase:
     static     send every slot through the model, resident or not; `None`: the engine decides
     attention  the kernel by name; `None`: the engine decides
     trace      measure a trace recorder too
-    graphs     on a GPU, replay static steps as CUDA graphs; `None`: the engine decides
+    graphs     replay static steps as CUDA graphs on a GPU; `None`: the engine decides
     """
 
     rows: int
@@ -81,7 +81,7 @@ class StepTimes:
     """Medians in seconds, and the mean sizes of the batches.
 
     step      `Engine.step()`: schedule, device part, collect
-    forward   `runner.forward` and `logits` on the same batches: the model, the logits, on a GPU the attention's layout
+    forward   `runner.forward` and `logits` on the same batches; on a GPU with the attention's layout
     layout    binding the attention to the layout, once for all layers
     recorder  the time that a trace recorder adds to a step, with its share of the table; `None` if not measured
     num_tokens, num_logits  packed tokens and positions with logits of a batch
@@ -228,7 +228,8 @@ class _StepParts:
         return batch
 
     def _count_experts(self) -> None:
-        """Count the experts of the last step's batch, in one more forward; of a few batches, as they differ little."""
+        """Count the experts of the last step's batch, in one more forward. Only a few batches are counted: they differ
+        little."""
         if self._runner.model.config.moe is None or len(self._expert_counts) == _MOST_COUNTS:
             return
         with counted_experts(self._runner.model) as mean:

@@ -1,6 +1,7 @@
 """The gain of a shared clean stream in training: counted operations and padding, timed steps.
 
-A third run has the shared sequence with the last layer's MLP on all its tokens, not on the labelled ones alone.
+A third run has the shared sequence, and the last layer's MLP computes all its tokens instead of the labelled tokens
+alone.
 
 On a CPU the seconds are processor seconds of all threads, so that other work on the machine is not counted.
 """
@@ -103,7 +104,7 @@ def _last_block(count: int, block_size: int) -> np.ndarray:
 def sample_cost(
     config: ModelConfig, layouts: Sequence[GroupLayout], block_size: int, *, attention: AttentionKind, shared: bool
 ) -> SampleCost:
-    """The forward of one sample whose layouts are over `layouts[0].num_blocks` blocks.
+    """The forward of one sample. All its layouts have `layouts[0].num_blocks` blocks.
 
     `shared`: one sequence with one clean stream; otherwise each layout is a sequence with a clean stream of its own.
     """

@@ -33,7 +33,7 @@ def reason(error: BaseException) -> str:
 def task_sentence(error: RayError) -> str:
     """The task's own error message if it is a ValueError, RuntimeError or OSError; otherwise `reason(error)`.
 
-    `reason` would say the first cause; the task's own message explains that already.
+    `reason` would give the first cause, which the task's own message explains already.
     """
     cause = error.cause if isinstance(error, RayTaskError) else None
     return str(cause) if isinstance(cause, ValueError | RuntimeError | OSError) else reason(error)

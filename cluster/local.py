@@ -1,7 +1,7 @@
 """A Ray cluster on this machine: started in processes of its own and ended with ours, or simply connected to.
 
-What is printed is ours: of what workers print, their standard output alone, and Ray's own lines only in what
-`ray_lines` keeps for a failure.
+Of the workers' lines only their standard output is printed. `ray_lines` keeps their other lines, and Ray's own, for a
+failure.
 """
 
 import atexit
@@ -43,7 +43,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LOOPBACK = "127.0.0.1"
 START_SECONDS = 300.0
 ANSWER_SECONDS = 30.0
-ALIVE_SECONDS, ALIVE_LOG_SECONDS = 3.0, 15.0  # until a long wait shows itself; between lines where it is logged
+ALIVE_SECONDS, ALIVE_LOG_SECONDS = 3.0, 15.0  # until a long wait is shown; between its lines in a log
 KEPT_LINES = 500
 TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
@@ -100,8 +100,8 @@ def connect(
     at "local", it starts a cluster that ends with this process.
 
     `worker_logs` shows what workers print. Returns whether the caller must end the connection with `ray.shutdown()`:
-    a caller who was connected before must not. A cluster that was started here ends when this process does. A cluster
-    that is joined is named on stderr.
+    a caller who was connected before must not. A cluster that was started here ends when this process does. The name
+    of a cluster that was joined is printed on stderr.
 
     Raises `RuntimeError`, one sentence, if the cluster at `RAY_ADDRESS` does not answer within `answer_seconds`, or if
     none starts within `start_seconds`; no process is left behind then. Raises `ValueError` for a `RAY_ADDRESS` that
@@ -160,7 +160,8 @@ def _take_lines(batch: dict[str, Any]) -> None:
 
 @contextmanager
 def progress_line(task: str) -> Iterator[None]:
-    """A line on standard error while the block takes long: on a terminal a counting line, else a line now and then."""
+    """A line on standard error while the block takes long: on a terminal a line that counts, else a new line now and
+    then."""
     end, is_terminal = threading.Event(), sys.stderr.isatty()
     start = time.monotonic()
 
@@ -196,9 +197,9 @@ def address_to_join(given: str | None = None) -> str | None:
 
 
 def _one_cluster(address: str, noun: str) -> str:
-    """The address of the one cluster that is named, by `noun` in sentences.
+    """The address of the one cluster that `address` names; refusals call the address `noun`.
 
-    Ray takes "auto" for the cluster that was started last, or for any; other users' clusters are among them.
+    Ray itself takes "auto" for the cluster that was started last, or for any, other users' clusters among them.
     """
     if address.startswith(("http://", "https://")):
         raise ValueError(
@@ -224,7 +225,7 @@ def _connect_to_own(*, num_cpus: int, start_seconds: float, **settings: Any) -> 
     with ExitStack() as stack, progress_line("starting Ray"):
         try:
             cluster, address = _start_head(stack, num_cpus=num_cpus, start_seconds=start_seconds)
-        except _Ended:  # Ray gives its node half a minute, which a busy machine may need more of
+        except _Ended:  # Ray gives its node half a minute, and a busy machine may need more
             stack.close()
             cluster, address = _start_head(stack, num_cpus=num_cpus, start_seconds=start_seconds)
         os.environ[TOKEN_PATH] = cluster.environment[TOKEN_PATH]
@@ -245,7 +246,7 @@ def _start_head(stack: ExitStack, *, num_cpus: int, start_seconds: float) -> tup
 
 
 def check_answer(address: str, *, named: str = "RAY_ADDRESS", seconds: float = ANSWER_SECONDS) -> None:
-    """Raise `RuntimeError` if no cluster answers there; a child asks, since `ray.init` would try for minutes.
+    """Raise `RuntimeError` if no cluster answers there. A child process asks, since `ray.init` would try for minutes.
 
     The address of a client's server (`ray://`) is not asked.
     """
@@ -271,7 +272,8 @@ def start_ray(*, start_seconds: float = START_SECONDS, **settings: Any) -> None:
     """Start a cluster that ends with this process, by `ray.init` with `settings`, and connect to it.
 
     Raises `RuntimeError`, one sentence, if it does not start. Ray waits `start_seconds` for its first process, the
-    GCS, and for the node's own process half a minute, which cannot be set: so a start that fails is tried once more.
+    GCS. It waits half a minute for the node's own process, and this time cannot be set: so a start that fails is tried
+    once more.
     """
     keep_direct()
     os.environ[GCS_SECONDS] = f"{start_seconds:.0f}"
@@ -353,11 +355,12 @@ def _head(
         yield supervisor, cluster
     finally:
         _stop(supervisor)
-        shutil.rmtree(session, ignore_errors=True)  # it is there yet where the supervisor itself was killed
+        shutil.rmtree(session, ignore_errors=True)  # a killed supervisor has left it
 
 
 def _session_folder() -> Path:
-    """A folder for Ray's files. Its path is short, wherever TMPDIR points: sockets lie below it, of 107 bytes at most.
+    """A folder for Ray's files. Its path is short, wherever TMPDIR points: the paths of sockets below it have at most
+    107 bytes.
 
     Raises `RuntimeError` if none can be made.
     """
@@ -373,7 +376,7 @@ def _session_folder() -> Path:
 
 
 def _short_link(session: Path, folder: str) -> str:
-    """A folder's path, or a shorter one to the same folder: sockets lie below it, whose paths have 107 bytes."""
+    """A folder's path, or a shorter path to it: the paths of sockets below it have at most 107 bytes."""
     if len(os.fsencode(folder)) <= MOST_BYTES:
         return folder
     (session / "tmp").symlink_to(folder)
@@ -394,11 +397,11 @@ def _with_root(path: str | None) -> str:
 
 def _wait_until_up(head: subprocess.Popen[bytes], cluster: LocalCluster, *, seconds: float) -> None:
     deadline = time.monotonic() + seconds
-    # The dashboard answers some seconds before the cluster takes jobs, so it is up when it has taken an empty one.
+    # The dashboard answers some seconds before the cluster takes jobs. So the cluster is up when it has taken a job.
     request = urllib.request.Request(f"{cluster.dashboard_url}/api/jobs/", data=b'{"entrypoint": "true"}')
     request.add_header("Authorization", f"Bearer {Path(cluster.environment[TOKEN_PATH]).read_text()}")
     request.add_header("Content-Type", "application/json")
-    # Each request submits a job, which takes long on a busy machine: none is given up before the deadline.
+    # A request submits a job, which takes long on a busy machine: no request is given up before the deadline.
     while head.poll() is None and (seconds_left := deadline - time.monotonic()) > 0:
         try:
             with urllib.request.urlopen(request, timeout=seconds_left):
@@ -439,7 +442,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _stop(supervisor: subprocess.Popen[bytes]) -> None:
-    """Let the supervisor end the head with everything that came of it; wait until it has."""
+    """Let the supervisor end the head with all its descendants, and wait until it has."""
     supervisor.terminate()
     with suppress(subprocess.TimeoutExpired):
         supervisor.wait(timeout=60)

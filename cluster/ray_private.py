@@ -1,7 +1,7 @@
 """All names that Ray keeps private and this project uses, as they are in Ray 2.60; no other file imports one.
 
-Ray may rename them in any version: a new one is read and tested here before `pyproject.toml` allows it. What is
-imported inside a function is slow to import, or needs a package that not every installation has.
+Ray may rename them in any version: a new version is read and tested here before `pyproject.toml` allows it. A module
+is imported inside a function if it is slow to import, or needs a package that not every installation has.
 """
 
 import logging
@@ -21,21 +21,21 @@ from ray._private.ray_logging import global_worker_stdstream_dispatcher
 from ray._private.runtime_env import uv_runtime_env_hook
 
 PRINT_HANDLER = "ray_print_logs"  # the handler that prints the workers' lines
-# At "0", Ray's default on Windows and macOS, every process of a node listens on loopback alone: the metrics agent too,
-# which asks nobody for a token. Such a node has no others beside it.
+# At "0", Ray's default on Windows and macOS, every process of a node listens on loopback alone, also the metrics
+# agent, which asks nobody for a token. Such a cluster has one node.
 SEVERAL_NODES = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
-# Unless it is "0", a driver that `uv run` started sends its folder to the cluster, and each worker is started by
-# `uv run` in that copy.
+# Unless it is "0", a driver that `uv run` started sends its folder to the cluster, and `uv run` starts each worker in
+# the copy.
 WORKERS_BY_UV = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"
 ALL_ADDRESSES = "[::]"  # where a Serve replica opens its port for calls from other replicas
 
 
 @contextmanager
 def on_loopback() -> Iterator[None]:
-    """What Ray starts or joins here is a node on loopback, whose workers have this process's own environment, however
-    that was started; outside of the block this process can join any cluster.
+    """In the block Ray starts or joins a node on loopback, and its workers have this process's own environment,
+    however the process was started. After the block this process can join any cluster.
 
-    A `WORKERS_BY_UV` that the user has set holds.
+    If the user has set `WORKERS_BY_UV`, its value holds.
     """
     before = ray_constants.ENABLE_RAY_CLUSTER, ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV
     variable = os.environ.get(SEVERAL_NODES)
@@ -67,7 +67,7 @@ def make_token() -> None:
     """Makes the token of a cluster before its start, as `ray.init` does for its own cluster."""
     notice = logging.getLogger(enable_token_auth_by_default.__module__)
     level = notice.level
-    notice.setLevel(logging.ERROR)  # it says that the cluster has a token, which nobody here must give
+    notice.setLevel(logging.ERROR)  # the notice tells of the token, which nobody here must give
     enable_token_auth_by_default()
     notice.setLevel(level)
 
@@ -90,7 +90,7 @@ def dashboard_address() -> str | None:
 
 @contextmanager
 def task_error_messages() -> Iterator[Callable[[], None]]:
-    """What silences, to the end of the block, Ray's messages of tasks that fail on the cluster."""
+    """Yields a function that silences Ray's messages of failed tasks until the end of the block."""
     original = worker.print_to_stdstream
 
     def silence() -> None:
@@ -115,7 +115,8 @@ def open_replica_port_at(host: str) -> None:
 
 @dataclass(frozen=True)
 class AnsweringDeployment:
-    """The deployment that answers a path, as Serve's HTTP proxy in this process knows it; without a name, nobody."""
+    """The deployment that answers a path, as Serve's HTTP proxy in this process knows it; without a name, no
+    deployment answers."""
 
     name: str = ""
     router: Any = None

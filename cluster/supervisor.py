@@ -1,9 +1,9 @@
 """Run a command that never outlives the process that asked for it: `supervisor.py DRIVER_PID FOLDER COMMAND ...`.
 
-The command and every process that came of it are killed on SIGTERM, when the command ends, and when the parent process
-(`DRIVER_PID`) is gone, however it ended; in that case `FOLDER` is removed too. On Linux the supervisor adopts orphans
-(`PR_SET_CHILD_SUBREAPER`), so that each process that came of the command stays its descendant, also in a session of
-its own; elsewhere an orphan escapes it.
+The command and all its descendants are killed in three cases: on SIGTERM, when the command ends, and when the parent
+process (`DRIVER_PID`) is gone, however it ended. In the last case `FOLDER` is removed too. On Linux the supervisor
+adopts orphans (`PR_SET_CHILD_SUBREAPER`), so that each process that came of the command stays its descendant, also in
+a session of its own; elsewhere an orphan escapes it.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ def supervise(driver: int, folder: Path, command: list[str]) -> int:
     if sys.platform == "linux":
         prctl = ctypes.CDLL(None).prctl
         prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        # where the supervisor itself is killed, the command is asked to end
+        # if the supervisor itself is killed, the command is asked to end
         end_with_me = partial(prctl, PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     head = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=end_with_me)
     while head.poll() is None and not signals and os.getppid() == driver:
@@ -44,7 +44,7 @@ def supervise(driver: int, folder: Path, command: list[str]) -> int:
 
 
 def end(head: "subprocess.Popen[bytes]") -> None:
-    """Kill the command and whatever came of it, until there is no descendant."""
+    """Kill the command and its descendants, until there is none."""
     while processes := psutil.Process().children(recursive=True):
         for process in processes:
             with suppress(psutil.NoSuchProcess):

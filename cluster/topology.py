@@ -1,4 +1,4 @@
-"""How a job's processes lie on a cluster's nodes: what each asks for, and whether all of them find room.
+"""How a job's processes lie on a cluster's nodes: the resources of each, and whether all of them find room.
 
 Serving, training and sweeps ask for their resources through it, and so do the manifests in Kubernetes. `nodes` are the
 nodes' resources by Ray's names, as `ray.nodes()` gives them: `{"CPU": 16.0, "GPU": 2.0}`.
@@ -13,7 +13,7 @@ Resources = Mapping[str, float]
 
 
 class ClusterTooSmall(ValueError):
-    """The cluster has less than a run asks for; Ray would wait for the rest for ever."""
+    """The cluster has too little for a run; Ray would wait for the missing resources for ever."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class Topology:
         return [self.bundle for _ in range(self.processes)]
 
     def room(self, nodes: Iterable[Resources]) -> int:
-        """The number of such processes for which the nodes have room, however many are asked for."""
+        """The number of such processes for which the nodes have room, however many `processes` there are."""
         return sum(_times(self.bundle, node) for node in nodes)
 
     def share(self, nodes: Iterable[tuple[Resources, int]]) -> int:
@@ -97,8 +97,8 @@ def plan_topology(
 def check_room(topologies: Sequence[Topology], nodes: Sequence[Resources], *, spare_cpus: int = 0) -> None:
     """Raise `ClusterTooSmall` unless the processes of all topologies find room beside each other.
 
-    `spare_cpus`: CPUs, on any nodes, that must be left for other processes of one CPU each. The largest processes are
-    placed first, each on the first node that has room.
+    `spare_cpus` CPUs, on any nodes, must be left for other processes of one CPU each. The largest processes are placed
+    first, each on the first node that has room.
     """
     free = [dict(node) for node in nodes]
     for topology in sorted(topologies, key=lambda t: (t.num_gpus, t.num_cpus), reverse=True):

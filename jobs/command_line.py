@@ -71,8 +71,8 @@ def sub_commands(
 ) -> Main:
     """A command `CALLED NAME ...` that runs the sub-command NAME of `modules`.
 
-    `modules` maps each name to MODULE or MODULE:ENTRY (without ENTRY it is `main`) and to one line of help. `about`
-    stands above the list of names. With a `distribution` the command has --version and completion in shells.
+    `modules` maps each name to a pair: MODULE or MODULE:ENTRY (the default entry is `main`), and one line of help.
+    `about` stands above the list of names. With a `distribution` the command has --version and completion in shells.
     """
 
     def print_version(version: bool) -> None:

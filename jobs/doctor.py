@@ -1,7 +1,7 @@
 """What this machine can do: versions, devices, kernels, isolation, Ray, memory, and what a model folder needs.
 
-Each line comes from the code that decides: the choice of a kernel, the engine's plan of its memory, the sandbox's
-trial, the address that a job joins, and the requirements that the package states.
+Each line comes from the code that decides in a run: the choice of a kernel, the engine's plan of its memory, the
+sandbox's trial, the address that a job joins, and the requirements that the package states.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def run(
 ) -> int:
     """Say what this machine can do, and what a model folder needs of it.
 
-    The options are those of serving, and mean the same. No weights are loaded and no engine starts. Exit codes: 0: the
-    model can be served here. 1: it cannot; the last line, or `obstacles` in JSON, says why. 2: bad input.
+    The options mean the same as in serving. No weights are loaded and no engine starts. Exit codes: 0: the model can
+    be served here. 1: it cannot; the last line, or `obstacles` in JSON, says why. 2: bad input.
     """
     endpoint = endpoint.checked()
     obstacles: list[str] = []

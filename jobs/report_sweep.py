@@ -157,7 +157,8 @@ def pairs(
     tau_m2t: Annotated[float, Flag("The configuration's threshold.", DECODING)],
     buffer_size: Annotated[int, Flag("The configuration's slots.", DECODING)],
 ) -> None:
-    """Two models on the same problems: how often only one of them is right, and how their tokens per forward differ.
+    """Two models on the same problems: how often only one of them is right, and the difference of their tokens per
+    forward.
 
     python jobs/report_sweep.py pairs --first tiny-mbd --second tiny-tf --task gsm-mini --tau-m2t 0.9 --buffer-size 4
     out/seed-0 out/seed-1 out/tf-0 out/tf-1

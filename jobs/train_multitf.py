@@ -35,7 +35,7 @@ def run(
 ) -> None:
     """Train a recipe on Ray: on the cluster of RAY_ADDRESS, or on a cluster that the command starts.
 
-    The recipe gives data, updates, training states, adapter and computation, unless an option or a file changes them.
+    Data, updates, training states, adapter and computation are the recipe's, unless an option or a file changes them.
     """
     if own.schema:
         from mbd_core.multitf.recipes.choice import config_schema
@@ -67,7 +67,7 @@ SHOWN = (
     *("workers", "device", "sharding", "plan", "schema"),
     *("storage", "run_name", "resume", "out", "overwrite", "write", "log_to"),
 )
-"""Options that most runs need; `--set` and a file reach all fields. New fields of a recipe get no option."""
+"""Options that most runs need. `--set` and a file reach all fields, so a new field of a recipe needs no option."""
 
 main = command(run, shown=SHOWN, epilog=f"Recipes: {', '.join(sorted(RECIPES))}.")
 

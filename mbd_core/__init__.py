@@ -1,7 +1,7 @@
 """The project without Ray. Its front door is `from mbd_core import LLM, prepare, train, sweep, grade`.
 
-These names live a floor above, in `jobs/api`, and are imported when they are asked for: `import mbd_core` takes no
-time, and no room of `mbd_core` knows them.
+These names are defined a floor above, in `jobs/api`, and are imported at their first use: `import mbd_core` takes no
+time, and no room of `mbd_core` imports them.
 """
 
 from importlib import import_module

@@ -9,9 +9,10 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def interrupt_on(*numbers: signal.Signals) -> None:
-    """The first of these signals raises `KeyboardInterrupt`; those after it find that the command is stopping already.
+    """The first of these signals raises `KeyboardInterrupt`; later ones change nothing, as the command is stopping.
 
-    A SIGHUP that is ignored, as nohup leaves it, stays so. For the main thread; libraries may set their own handlers.
+    A SIGHUP that is ignored, as under nohup, stays ignored. Only the main thread may call this; libraries may set
+    their own handlers afterwards.
     """
 
     def interrupt(*_: object) -> None:
@@ -26,7 +27,7 @@ def interrupt_on(*numbers: signal.Signals) -> None:
 
 @contextmanager
 def any_stop_as_interrupt() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the body as Ctrl-C does, so that it cleans up; later signals do not disturb that.
+    """SIGTERM and SIGHUP end the body as Ctrl-C does, so that it cleans up. Later signals do not disturb the cleaning.
 
     Outside of the main thread nothing changes.
     """

@@ -15,15 +15,15 @@ Text = str | list[str]  # a paragraph, or a list of items
 class Table:
     """A table, its heading, and the texts around it.
 
-    title    the heading, of the level 2 or 3 (1: a document's own); "" for none
+    title    the heading, of level 2 or 3 (1: the document's own heading); "" for none
     lead     texts above the table
-    see      the title of the table that says more, to which a link leads
+    see      the title of a table with more on the subject; a link leads there
     columns  the heads; none where there are texts alone
     numeric  the columns, by number, that are aligned right
-    rows     a row of one cell heads the rows below it
+    rows     a row of one cell is a heading of the rows below it
     notes    texts below the table
-    folded   whether a page shows the first text alone until it is opened
-    brief    whether a terminal shows it, beside the document that has all
+    folded   whether a page shows only the first text until a reader opens it
+    brief    whether a terminal shows the table; the document has all tables
     """
 
     title: str = ""
@@ -43,7 +43,7 @@ class Table:
         return anchor(self.title)
 
     def is_group(self, row: Sequence[Cell]) -> bool:
-        """Whether a row heads those below it."""
+        """Whether a row is a heading of the rows below it."""
         return len(row) == 1 < len(self.columns)
 
     @property
@@ -85,7 +85,7 @@ def _line(cells: Iterable[Cell]) -> str:
 
 
 def cell_text(cell: Cell) -> str:
-    """What is printed of a cell, on one line."""
+    """A cell as it is printed, on one line."""
     if cell is None:
         return "-"
     if isinstance(cell, bool):
@@ -108,7 +108,7 @@ def script_json(value: Any) -> str:
 
 
 PAIRS = ("what", "value")
-"""The columns of a table that is an object in JSON, and in a terminal has no heads."""
+"""The columns of a table that is one object in JSON. In a terminal such a table has no heads."""
 
 
 def plain(table: Table, *, width: int) -> str:

@@ -1,4 +1,5 @@
-"""The targets of a load test: any endpoint, ours, its engine alone; and the rounds in which they take turns."""
+"""The targets of a load test: any endpoint, our endpoint, its engine alone; and the rounds in which they take
+turns."""
 
 from __future__ import annotations
 
@@ -89,7 +90,7 @@ def http_side(target: Target, *, seconds: float) -> Side:
 
 
 def engine_side(loaded: LoadedModel, asking: Asking) -> Side:
-    """The engine in this process, given prompts that are tokenised before the load begins."""
+    """The engine in this process; its prompts are tokenised before the load begins."""
     from benchmarks.load.loads import load_engine_alone
     from mbd_core.checkpoint.chat import plain_prompt, question_prompt
 
@@ -165,7 +166,7 @@ def _serve_options(args: EndpointArgs, replicas: int) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class OwnEndpoint:
-    """A running endpoint; `process` supervises it, and all its processes are descendants of that one."""
+    """A running endpoint. `process` supervises it; all its processes are descendants of `process`."""
 
     url: str
     process: psutil.Process
@@ -175,9 +176,9 @@ class OwnEndpoint:
 def own_endpoint(options: Sequence[str], *, log: Path) -> Iterator[OwnEndpoint]:
     """`jobs/serve.py` with these options on a free port, for as long as the block lasts; its output goes to `log`.
 
-    It runs on a Ray of its own, also where RAY_ADDRESS is set, and ends with this process, however that ends; the
-    folder of `log` is then removed. Raises `RuntimeError` with the last line of its output
-    if it does not serve, with all its replicas, within `START_SECONDS`.
+    It runs on a Ray of its own, also where RAY_ADDRESS is set. It ends with this process, however this process ends;
+    the folder of `log` is then removed. Raises `RuntimeError` with the last line of its output if not all its replicas
+    serve within `START_SECONDS`.
     """
     from cluster.local import SUPERVISOR, free_ports
 
@@ -196,7 +197,8 @@ def own_endpoint(options: Sequence[str], *, log: Path) -> Iterator[OwnEndpoint]:
 
 
 def _wait_until_served(supervisor: subprocess.Popen[bytes], log: Path) -> None:
-    """Wait until the job reports that all replicas are ready; /health would be ready with the first replica."""
+    """Wait until the job reports that all replicas are ready. /health would be too early: one ready replica is
+    enough."""
     deadline = time.monotonic() + START_SECONDS
     while True:
         lines = log.read_text().splitlines()
@@ -209,7 +211,8 @@ def _wait_until_served(supervisor: subprocess.Popen[bytes], log: Path) -> None:
 
 
 def _stop(supervisor: subprocess.Popen[bytes], process: psutil.Process) -> None:
-    """Let the job clear away; its supervisor then ends too, and after the time limit it kills what is left."""
+    """Let the job end its own processes; its supervisor then ends too. After the time limit the supervisor kills the
+    processes that are left."""
     if supervisor.poll() is None:
         for job in process.children():
             with suppress(psutil.Error):
@@ -229,7 +232,8 @@ def measure(
     warm_up: int,
     repeats: int,
 ) -> dict[str, list[list[LoadRun]]]:
-    """The runs of each target, load by load. In a round all get the same prompts; each round begins with another."""
+    """The runs of each target, load by load. In a round all targets get the same prompts; each round begins with
+    another target."""
     from benchmarks.load.loads import Concurrency
 
     names = list(sides)

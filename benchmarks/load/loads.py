@@ -1,7 +1,8 @@
 """Loads: a fixed number of requests at once, or Poisson arrivals at a rate, and the records of their requests.
 
-The generator is ours because one load must go, with the same arrivals and records, to an endpoint and to an engine in
-this process, and because a stream of block diffusion brings several tokens in an event, which others count as one.
+The generator is ours for two reasons. The same load, with the same arrivals and records, must go to an endpoint and to
+an engine in this process. And an event of a block diffusion's stream brings several tokens, which other generators
+count as one.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Arrival:
 class RequestRecord:
     """One request. Times are seconds of one clock, and latencies count from `due`.
 
-    due       when the load asked for it; a generator that is late sends it later
+    due       when the load asked for it; a late generator sends it later
     arrivals  its tokens as they came
     ended     when its end came: the last event, a whole answer, or the error
     error     the kind of its failure; `None` for a request that ended as promised
@@ -59,7 +60,8 @@ class RequestRecord:
 
     @property
     def token_seconds(self) -> float | None:
-        """TPOT: the time between the first and the last arrival for each token but the first; `None` below two."""
+        """TPOT: the time from the first to the last arrival, over the tokens but the first; `None` below two
+        tokens."""
         if self.num_tokens < 2:
             return None
         return (self.arrivals[-1].at - self.arrivals[0].at) / (self.num_tokens - 1)
@@ -71,7 +73,8 @@ class RequestRecord:
 
     @property
     def inter_token_seconds(self) -> list[float]:
-        """ITL of every token but the first. Tokens of one arrival came at the same time, so all but one have 0.
+        """ITL of every token but the first. Tokens of one arrival came at the same time, so only one of them
+        has a time above 0.
 
         Their mean is `token_seconds`.
         """
@@ -84,9 +87,10 @@ class RequestRecord:
 
 
 def proportional_shares(total: int, weights: Sequence[int]) -> list[int]:
-    """`total` tokens divided among events in proportion to `weights`, each at least 1 while there are enough.
+    """`total` tokens divided among events in proportion to `weights`; each event gets at least 1 while there are
+    enough.
 
-    For streams that say how many tokens they had in all, and not how many came with each event.
+    It serves streams that report their number of tokens in all, and not by event.
     """
     if not weights:
         return []
@@ -106,7 +110,7 @@ Send = Callable[[int, float], Awaitable[RequestRecord]]
 
 @dataclass(frozen=True)
 class Concurrency:
-    """A closed loop: `size` requests are open until none is left to send; each that ends is followed by the next."""
+    """A closed loop: `size` requests are open until none is left to send; when one ends, the next is sent."""
 
     size: int
 

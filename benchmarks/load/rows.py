@@ -85,7 +85,7 @@ def parse_objective(text: str) -> LatencyObjective:
 def load_row(
     target: str, load: Load, runs: Sequence[LoadRun], objective: LatencyObjective | None = None
 ) -> dict[str, Any]:
-    """One row: the latencies of all runs together, rates as the median of the runs. `counts` has the sample sizes."""
+    """One row: latencies of all runs together, and rates as medians of the runs. `counts` has the sample sizes."""
     records = [record for run in runs for record in run.records]
     answers = [record for record in records if record.error is None]
     latencies = {
@@ -123,9 +123,9 @@ def load_row(
 def ratio_row(
     target: str, base_name: str, load: Load, runs: Sequence[LoadRun], bases: Sequence[LoadRun]
 ) -> dict[str, Any]:
-    """One target over another: the ratio of each round's runs, which took turns; their median and their range.
+    """One target over another: the median and the range of the rounds' ratios. In a round the targets took turns.
 
-    A round in which one of the two had no request that ended as promised has no ratio.
+    A round has no ratio if one of the two targets had no request that ended as promised.
     """
     pairs = list(zip(runs, bases, strict=True))
     throughput = [token_rate(run) / token_rate(base) for run, base in pairs if token_rate(run) and token_rate(base)]
@@ -170,7 +170,8 @@ def _numbers_in(values: Any) -> list[float]:
 def build_report(
     runs: Mapping[str, Sequence[Sequence[LoadRun]]], loads: Sequence[Load], objective: LatencyObjective | None
 ) -> dict[str, Any]:
-    """Rows load by load, and the ratios of the later targets to the first; replicas also to the fewest replicas."""
+    """Rows load by load, and the ratios of the later targets to the first. Targets with more replicas also have a
+    ratio to the target with fewest."""
     names = list(runs)
     pairs = [(name, names[0]) for name in names[1:]]
     if names[0] == ENGINE_ALONE:
@@ -214,7 +215,8 @@ PANELS = {
 
 
 def draw_load(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Write the plot as PNG. Points lie in the order of the loads, evenly apart; a kind of load has its own curve."""
+    """Write the plot as PNG. Points lie in the order of the loads, evenly apart; each kind of load has its own
+    curve."""
     loads = list(dict.fromkeys(row["load"] for row in rows))
     figure = Figure(figsize=(4.6 * len(PANELS), 4.0), layout="constrained")
     FigureCanvasAgg(figure)

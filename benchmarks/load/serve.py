@@ -133,7 +133,8 @@ def run(
     print_report(report)
 
 
-# -- what is asked for --------------------------------------------------------------------------------------------
+# -- options, loads and prompts
+# --------------------------------------------------------------------------------------------
 
 
 def _loads(concurrency: Sequence[int], rates: Sequence[float], seed: int) -> list[Load]:

@@ -51,7 +51,8 @@ def run(
     """Serve a model on a Ray of its own and load it for long: streams, whole answers, clients that hang up, bad
     requests, and replicas that are killed.
 
-    Exit code 1 where a request was lost or ended wrongly, a page is held although nothing runs, or memory grew.
+    The exit code is 1 if a request was lost or ended wrongly, if a page is held although nothing runs, or if memory
+    grew.
     """
     if json is not None:
         check_new_file(json)
@@ -129,7 +130,7 @@ async def soak(
 
 
 def held_pages(state: dict[str, Any]) -> int:
-    """Pages that a replica's sequences hold; the null page belongs to none. A replica that does not answer holds 1."""
+    """Pages that a replica's sequences hold, without the null page; 1 for a replica that does not answer."""
     kv_cache = state.get("kv_cache")
     return 1 if kv_cache is None else kv_cache["num_pages"] - 1 - kv_cache["free_pages"]
 

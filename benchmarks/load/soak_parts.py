@@ -1,4 +1,4 @@
-"""The parts of a soak: its requests, drawn at random, and what goes on beside them: kills, and memory sampled."""
+"""The parts of a soak: requests that are drawn at random, and beside them kills and samples of the memory."""
 
 import asyncio
 import json
@@ -24,11 +24,12 @@ whole    as promised; "refused" before it was accepted, with 429 or 503, or for 
 error    accepted, and ended by an error in OpenAI's shape
 hung up  the client left, as it meant to
 lost     accepted, and ended without a word: a cut connection, a stream without an end, no answer in time
-wrong    an end that is not the one promised: another text, another status, an error in another shape
+wrong    another end than the promised one: another text, another status, an error in another shape
 """
 WEIGHTS: dict[SoakKind, int] = {"stream": 50, "whole answer": 20, "hang-up": 15, "bad request": 15}
 EXACT = {"buffer_size": 1}
-"""Block by block an answer does not depend on where a stream was taken over; with several blocks at once it may."""
+"""With one block at a time an answer does not depend on the place where another replica took its stream over. With
+several blocks it may."""
 BAD_BODIES: tuple[bytes, ...] = (
     b"",
     b"{",
@@ -60,7 +61,7 @@ class SoakClient:
         self._texts: dict[str, str] = {}
 
     async def send(self, kind: SoakKind | None = None) -> EndedRequest:
-        """One request to its end; nothing is raised for what an endpoint may do."""
+        """One request to its end. Failures of the endpoint are in the result, and not raised."""
         kind = kind or self._rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
         try:
             if kind == "bad request":
@@ -253,8 +254,8 @@ class SoakWatch:
 def memory_rows(samples: Sequence[MemorySample], seconds: float) -> list[dict[str, Any]]:
     """For each role the memory of one process, as the median over each quarter of the time, and whether it is flat.
 
-    Flat: from the second quarter to the last it grew by less than 10 %, or by less than 32 MiB. The first quarter
-    does not count, in which pages are touched for the first time.
+    Flat: from the second quarter to the last it grew by less than 10 %, or by less than 32 MiB. The first quarter does
+    not count: pages are touched for the first time then.
     """
     rows = []
     for role in dict.fromkeys(sample.role for sample in samples):

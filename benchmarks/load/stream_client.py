@@ -1,4 +1,4 @@
-"""A client of any OpenAI endpoint that notes when each event came; for loads, so it does little else."""
+"""A client of any OpenAI endpoint that notes when each event came. It does little else, as it sends loads."""
 
 import json
 import time

@@ -67,7 +67,8 @@ class AnswerOptions:
 def cluster_of(
     cluster: str | None, workers: int | None, actors: int | None, models: Mapping[str, str]
 ) -> Iterator[JobPaths | None]:
-    """Connect to a cluster, if one is needed. Yields where the cluster's nodes find `models` (option to model).
+    """Connect to a cluster, if one is needed. Yields the paths at which the cluster's nodes find `models`, a map from
+    options to models.
 
     Ray is imported here because its import takes seconds.
     """

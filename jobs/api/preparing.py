@@ -89,7 +89,7 @@ class Prepared:
 
     folder   its path or URL; `None` if rows were only shown
     counts   rows that were read, kept and left out
-    tables   how the rows' columns were understood, and the samples' sizes
+    tables   the meaning that was given to each column, and the samples' sizes
     overlap  for each benchmark of `against` the number of rows that repeat its problems
     answers  the folder of the model's answers, if a model answered
     """

@@ -90,10 +90,10 @@ class Session:
     async def ask_all(
         self, kind: RequestKind, bodies: Sequence[bytes], *, n: int, field: str, trace: bool
     ) -> list[TracedReply]:
-        """The replies to `bodies`, in which `n` neighbours share a prompt. All are checked before the first is
+        """The replies to `bodies`, in which `n` neighbours share a prompt. All bodies are checked before the first is
         decoded.
 
-        `field` is the prompt's field: an error in this field says the number of the bad prompt.
+        `field` is the prompt's field: an error in this field gives the number of the bad prompt.
         """
         for number, body in enumerate(bodies[::n] if len(bodies) > 1 else (), start=1):
             try:

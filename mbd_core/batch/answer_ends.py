@@ -53,7 +53,7 @@ def generate_until(engine: Engine, requests: Sequence[Request], stops: Stops, de
 
 
 def output_at(step: StepOutput, answer: Piece, stop: Sequence[str], decode: TextOf) -> Output | None:
-    """The output if a request with this answer ends with this step: at a stop string, or by itself."""
+    """The output, if a request with this answer ends with this step, at a stop string or by itself; else `None`."""
 
     def has_stop(number: int) -> bool:
         text = decode(answer.tokens[:number])

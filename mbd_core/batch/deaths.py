@@ -1,4 +1,4 @@
-"""Work that kills the engine's process. It becomes rows with the reason, or ends the batch.
+"""Samples that kill the engine's process: they become rows with the reason, or end the batch.
 
 A part that killed `MOST_DEATHS` processes is put aside. After the other parts, its samples are decoded one by one, and
 a sample that killed as many processes becomes a row with the reason. A model that decodes nothing at all ends the
@@ -38,7 +38,7 @@ class Attempts:
         return True
 
     def end(self, number: int) -> None:
-        """The work was done. If its result is lost later, it may be done again."""
+        """The work is done. If its result is lost later, it may be begun again."""
         del self._num_begun[number]
 
 
@@ -90,7 +90,7 @@ class DividedParts:
     def add(self, sample: int, table: pa.Table) -> list[NumberedTable]:
         """Add a sample's decoded table; a table without rows means that the sample killed the engine.
 
-        Returns the numbers and tables of the parts that this completes. A part waits until its model has decoded
+        Returns the numbers and tables of the parts that are complete now. A part waits until its model has decoded
         something. Raises `ModelDies`.
         """
         part = self._part_of[sample]

@@ -32,7 +32,7 @@ class NoOutput:
 
 def sample_requests(model: DecodingModel, rows: Sequence[PlannedRow]) -> list[Request | NoOutput]:
     """A request for each row of `PLANNED_COLUMNS`; its id is the row's number. Where the plan allows it, a request
-    asks for no more tokens than the model holds. A chat with functions that the model cannot be asked has no request.
+    asks for no more tokens than the model holds. A chat has no request if the model cannot be given its functions.
     """
     tokenizer, positions = model.tokenizer, model.engine.admission.max_positions
     chats = [ToolChat.of_input(row["input"]) for row in rows]
@@ -71,8 +71,8 @@ class DecodeStage:
     """Decodes tables of samples. Rows with different decoding configurations run together.
 
     `load_model` loads a model by the name in the rows; its `ValueError` becomes a `ModelRefused`. One engine is in
-    memory at a time: it is closed before another model is loaded, and after a failure. Before each table it forgets
-    its prefixes, so a row's numbers depend on its table alone.
+    memory at a time: it is closed before another model is loaded, and after a failure. Before each table the engine
+    forgets its prefixes, so a row's numbers depend on its table alone.
     """
 
     def __init__(self, load_model: Callable[[str], DecodingModel]) -> None:
@@ -108,8 +108,8 @@ class DecodeStage:
         return self._model_in_use[1]
 
     def _score(self, name: str, row: DecodedRow) -> None:
-        """Add the log-likelihoods of a row's texts, as JSON, or the error. The engine is closed after any exception
-        but a refusal, as `_generate` does."""
+        """Add the log-likelihoods of a row's texts, as JSON, or the error. As in `_generate`, the engine is closed
+        after any exception but a refusal."""
         model = self._model(name)
         try:
             row["text"], row["finish_reason"] = json.dumps(scores_of(model, row)), "scored"

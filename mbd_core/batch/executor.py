@@ -36,10 +36,11 @@ class Executor(Protocol):
     def cluster_cpus(self) -> float | None: ...
 
     def decode(self, tables: Sequence[NumberedTable]) -> Iterator[NumberedTable]:
-        """Planned tables, decoded and processed, in any order; a table that killed processes too often has no rows."""
+        """The planned tables, decoded and processed, in any order. A table that killed processes too often has no
+        rows."""
 
     def process(self, tables: Iterable[NumberedTable]) -> Iterator[NumberedTable]:
-        """Decoded tables, processed, as they come."""
+        """The decoded tables, processed; each is yielded when it is ready, in any order."""
 
     def time(self, cases: Sequence[TimedCase], *, left_out: Collection[int]) -> Iterator[NumberedTable]:
         """The timed requests of each case, one case after the other, without the samples `left_out`."""

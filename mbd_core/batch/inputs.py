@@ -37,7 +37,7 @@ class ScoredTexts:
     """Continuations to score, each a pair of its context's number and its text.
 
     draws, seed  draws of each estimate, and their seed
-    greedy       whether to check too that greedy decoding gives the continuation's tokens
+    greedy       also check whether greedy decoding gives the continuation's tokens
     """
 
     contexts: Sequence[Context]

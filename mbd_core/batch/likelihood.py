@@ -1,15 +1,16 @@
 """The log-likelihood of a text under a diffusion model, estimated by Monte Carlo.
 
-A masked diffusion model gives a lower bound of log p(target | prefix). For n positions that are filled together it is
+A masked diffusion model gives a lower bound of log p(target | prefix). For n positions that are filled together the
+bound is
 
     E over k uniform in 1..n, over k masked positions of them:   n / k * sum over these of log p(token | the rest)
 
-which is the estimate of LLaDA's own evaluation (exactly k masked positions, 128 draws there). A full-attention model
+This is the estimate of LLaDA's own evaluation (exactly k masked positions; it takes 128 draws). A full-attention model
 fills the whole target together. A model that attends in blocks fills block after block: the bound is the sum over the
-target's blocks, each given its clean predecessors, and one forward over a noisy and a clean stream (the mask of
-`multitf.mask`) draws all blocks at once. The k of the draws are spread evenly over 1..n, from a random start. Draws
-with the same mask are computed once: a target of one token, as the letter of a choice, takes one forward, and its
-estimate is exact.
+target's blocks, each given its clean predecessors. One forward over a noisy and a clean stream (the mask of
+`multitf.states.mask`) then computes a draw of all blocks at once. The k of the draws are spread evenly over 1..n, from
+a random start. Draws with the same mask are computed once: a target of one token, as the letter of a choice, takes one
+forward, and its estimate is exact.
 
 A model that stores its keys by causal rows gives the next token's probability itself: the sum along the text is its
 exact log-likelihood, from one forward without a draw.
@@ -31,7 +32,7 @@ from mbd_core.ops.attention.whole import DenseAttention
 
 @dataclass(frozen=True, kw_only=True)
 class Draws:
-    """How an estimate is drawn: its number of draws, how many of them share a forward, and the seed of each text."""
+    """The number of draws of an estimate, the number of draws that share a forward, and the seed of each text."""
 
     number: int
     per_forward: int = 8
@@ -100,7 +101,7 @@ def _groups(begin: int, end: int, size: int) -> list[tuple[int, int]]:
 
 
 def _draw_masks(groups: Sequence[tuple[int, int]], length: int, draws: Draws) -> Tensor:
-    """Which positions each draw masks (D, L)."""
+    """The positions that each draw masks (D, L)."""
     generator = torch.Generator().manual_seed(draws.seed)
     masked_DL = torch.zeros(draws.number, length, dtype=torch.bool)
     for begin, end in groups:

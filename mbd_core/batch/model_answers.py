@@ -1,6 +1,6 @@
-"""Answers that a model decodes for the prompts of a data set, kept part by part: a killed job goes on from them.
+"""A model's answers to the prompts of a data set. They are kept part by part, so that a killed job can continue.
 
-    answers.json        which model answers and how; other settings do not go on from this folder
+    answers.json        the answering model and its settings; a job with other settings cannot continue the folder
     part_000003.jsonl   64 rows: the row's name, its prompt's digest, the answer's text, how it ended, its counts
 
 Rows keep their order. A part is decoded in one batch that shares nothing with earlier parts, and its file appears
@@ -110,11 +110,12 @@ class ModelAnswers:
             raise
 
     def record(self) -> dict[str, Any]:
-        """What the data folder says of its answers."""
+        """The data folder's record of its answers."""
         return self.answering.record()
 
     def answer(self, chats: Sequence[Chat]) -> list[ModelAnswer]:
-        """The answers to chats that end with the user's message; all calls but the last give whole parts."""
+        """The answers to chats that end with the user's message. In all calls but the last, `chats` are whole
+        parts."""
         groups = [chats[start : start + PART] for start in range(0, len(chats), PART)]
         parts = dict(enumerate(groups, start=self._next))
         self._next += len(parts)
@@ -177,7 +178,7 @@ class ModelAnswers:
 
 
 class PartDecoder:
-    """Decodes parts one by one, by an engine that `load` makes for the first.
+    """Decodes parts one by one, by an engine that `load` makes for the first part.
 
     Raises `ValueError` for settings that the engine refuses.
     """

@@ -1,7 +1,7 @@
 """A batch cut into parts, each of which is decoded and written whole or not at all.
 
 The cut depends only on the plan and the size of a part, and an engine decodes each part from an empty state. So a
-part's rows and numbers depend neither on the time and the machine nor on interruptions.
+part's rows and numbers depend neither on time and machine nor on interruptions.
 """
 
 from collections import Counter

@@ -1,6 +1,6 @@
 """The rows of a batch, planned and decoded: types for a checker, and their Arrow columns.
 
-Every stage keeps the columns of its input and adds its own. A row has further columns where the batch draws tokens.
+Every stage keeps the columns of its input and adds its own. If the batch draws tokens, a row has further columns.
 """
 
 import json
@@ -90,8 +90,8 @@ class CountColumns(TypedDict, total=False):
 
 
 class DraftColumns(TypedDict, total=False):
-    """The numbers of drafted tokens that verifications judged, and that they confirmed, and of the positions that the
-    forwards computed. Folders of earlier versions lack them."""
+    """The number of drafted tokens that verifications judged, the number that they confirmed, and the number of positions
+    that the forwards computed. Folders of earlier versions lack them."""
 
     num_drafted_tokens: int | None
     num_confirmed_tokens: int | None
@@ -117,7 +117,7 @@ class EditCell(TypedDict):
 
 
 class ReplayColumns(TypedDict, total=False):
-    """The decoding, to be replayed. An endpoint's rows have none, and folders of earlier versions lack them.
+    """The decoding, to be replayed. An endpoint's rows and folders of earlier versions lack these columns.
 
     pieces  each token's text, special ones included
     steps   the forward that accepted the token, or was the last to overwrite it, from 1
@@ -137,7 +137,7 @@ class TimedRow(TypedDict):
     """A request of a timed case; `run` is `alone` or `together`. In a row with an `error` the columns behind
     `problem_id` are null.
 
-    begun, ended    when the engine was given the request, and gave the answer back, in seconds of one clock
+    begun, ended    when the engine got the request, and when it gave the answer, in seconds of one clock
     decode_seconds  the seconds of the forwards in NFE
     """
 
@@ -213,5 +213,5 @@ def with_draws(schema: pa.Schema, rows: Sequence[Mapping[str, Any]]) -> pa.Schem
 
 
 def before_stop(text: str, stop: Sequence[str]) -> str:
-    """The text before the stop string that comes first; all of it without one."""
+    """The text before the first stop string; the whole text if it has none."""
     return text[: min((place for s in stop if (place := text.find(s)) >= 0), default=len(text))]

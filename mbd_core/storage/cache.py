@@ -1,6 +1,6 @@
 """The user's cache on this machine: folders that were fetched or converted, each whole, once for each version.
 
-models/KEY/NAME            an entry; KEY says the source and its version, so an older version stays beside it
+models/KEY/NAME            an entry; KEY stands for the source and its version, so an older version stays beside it
 models/.KEY.partial/NAME   the same, while it is being written
 models/KEY.lock            held by the one process that writes it, while all others wait
 
@@ -41,7 +41,7 @@ class FolderCache:
         return self.path / key / name
 
     def filled(self, key: str, name: str, fill: Callable[[Path], None], *, resumes: bool = False) -> Path:
-        """The folder `name` of an entry. If it is not there, `fill` writes it at the path that it is given.
+        """The folder `name` of an entry. If it is not there, `fill` gets a path and writes the folder there.
 
         One process of this machine writes it, and the others wait. With `resumes` the path has the files of an
         interrupted call. Raises the errors of `fill`, and `ValueError` if the cache cannot be written.
@@ -73,8 +73,8 @@ class FolderCache:
         return target
 
     def forget_unfinished(self, source: str, key: str) -> None:
-        """Remove unfinished entries of other versions of a source, whose keys begin alike, unless one is being
-        written."""
+        """Remove the unfinished entries of a source's other versions, whose keys begin alike. An entry that is being
+        written stays."""
         for stage in self.path.glob(f".{source}-*.partial"):
             other = stage.name.removeprefix(".").removesuffix(".partial")
             if other != key:

@@ -1,4 +1,5 @@
-"""Downloads of a remote folder: in chunks, by several streams; an interrupted one resumes with its missing chunks.
+"""Downloads of a remote folder: in chunks, by several streams; an interrupted download resumes with its missing
+chunks.
 
 A chunk is written at its place in the file and then named in a journal beside the folder. The digests of a folder that
 the project uploaded stand in its manifest (`add_digests`), and are compared at the end.
@@ -168,7 +169,7 @@ def _digest(file: Path) -> str:
 
 @contextmanager
 def _told(location: str, target: Path, remedy: str) -> Iterator[None]:
-    """Adds to the error that ends a download that its chunks are kept."""
+    """Adds to the error that ends a download: its chunks are kept."""
     try:
         yield
     except OSError as error:

@@ -10,7 +10,7 @@ UrlWeights = Literal["cache", "stream"]
 
 
 class FetchModel(Protocol):
-    """What `fetch_model` does, for the models of a job."""
+    """A function that does for a job's models what `fetch_model` does."""
 
     def __call__(self, model: str, *, url_weights: UrlWeights = "cache") -> str: ...
 
@@ -18,9 +18,9 @@ class FetchModel(Protocol):
 def fetch_model(model: str, *, cache: Path | None = None, url_weights: UrlWeights = "cache") -> str:
     """The argument of `model_folder` for a model's name, path or URL; a remote folder is downloaded first.
 
-    The download goes to `cache`, by default the user's, once for each version however many processes want it. With
-    "stream" the safetensors of a model that is not in the cache stay at the URL (`streamed.py`). Raises `ValueError`
-    if the folder cannot be read, or does not fit on the disk.
+    The download goes to `cache`, by default the user's cache. Each version is downloaded once, however many processes
+    need it. With "stream" the safetensors of a model that is not in the cache stay at the URL (`streamed.py`). Raises
+    `ValueError` if the folder cannot be read, or does not fit on the disk.
     """
     if SCHEME.match(model) is None:
         return model

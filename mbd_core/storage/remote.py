@@ -1,8 +1,8 @@
 """A folder on remote storage.
 
-Object stores have no rename, and so no moment at which a folder appears whole: it is written here and then uploaded.
-First comes an unfinished manifest, which claims the place, then the files, and the manifest last. A folder with an
-unfinished manifest is not read, and may be replaced.
+Object stores have no rename, and so no moment at which a folder appears whole. A folder is written on this machine and
+then uploaded: first an unfinished manifest, which claims the place, then the files, and the manifest last. A folder
+with an unfinished manifest is not read, and may be replaced.
 """
 
 import itertools

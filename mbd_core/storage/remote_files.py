@@ -1,4 +1,4 @@
-"""Files on remote storage, by fsspec's filesystem for it and the path of a folder there."""
+"""Files on remote storage: fsspec's filesystem of the storage, and the path of a folder there."""
 
 import hashlib
 import json
@@ -95,7 +95,7 @@ def version_of(location: str, files: Mapping[str, Mapping[str, Any]]) -> tuple[s
 
 
 def file_version(information: Mapping[str, Any]) -> list[str]:
-    """The storage's information on a file that changes when the file changes."""
+    """The part of the storage's information on a file that changes with the file."""
     return [str(information.get(field)) for field in VERSION_FIELDS]
 
 

@@ -1,5 +1,4 @@
-"""Safetensors that stay at their URL: a folder's copy has a stub in the place of each, and engines read the tensors
-by range.
+"""Safetensors that stay at their URL: a folder's copy has a stub for each file, and engines read the tensors by range.
 
 A stub lies in the folder of its file, under the file's name with `STUB` behind it. It names the file at the URL, its
 version, and the head with which a safetensors file begins (8 bytes with its length, and JSON), so that shapes and
@@ -28,7 +27,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 STUB = ".at-url.json"  # behind the file's name
 LENGTH_BYTES = 8
 MOST_HEAD_BYTES = 10**8  # as safetensors' own limit
-PIECE_BYTES = 16 * 2**20  # of a request; a connection that breaks loses at most as much in each stream
+PIECE_BYTES = 16 * 2**20  # of a request, the most that a stream loses when its connection breaks
 PAUSES = (1.0, 4.0, 15.0)  # seconds before a range is asked for again
 
 
@@ -37,8 +36,8 @@ def stub_of(path: Path) -> Path:
 
 
 def is_streamed(name: str) -> bool:
-    """Whether a file of a model folder can be read by range: its own weights, not the weights of a folder within
-    it."""
+    """Whether a file of a model folder can be read by range. Only weights of the folder itself can, not those of a
+    folder within it."""
     return name.endswith(".safetensors") and "/" not in name
 
 
@@ -51,7 +50,7 @@ class StreamedFile:
     size: int
     version: list[str]
     begin: int
-    """Where its tensors begin."""
+    """The byte at which the tensors begin."""
     tensors: dict[str, Any]
     """The head: of each tensor its dtype, shape and `data_offsets`, counted from `begin`."""
 
@@ -164,6 +163,6 @@ class RangeReader:
 
 
 def _pauses() -> Iterator[float | None]:
-    """How long to wait after each failure; `None` after the last."""
+    """The seconds to wait after each failure; `None` after the last."""
     yield from PAUSES
     yield None

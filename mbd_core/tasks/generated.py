@@ -1,4 +1,4 @@
-"""The generated tasks by name: each one's stream of problems, and the columns of question and answer."""
+"""The generated tasks by name: the stream of problems of each, and its columns of question and answer."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -7,10 +7,10 @@ a=6 b-0 c+7 d-8 e+3 f-2 g~4 ...    a balance begins (`=6`: 66), or goes on (`-0`
 A page is a digit that is carried onto it and five balances. That is a block of 16 tokens under a tokenizer trained on
 such rows, and the question is whole blocks. Two things depend on earlier tokens:
 
-- a balance needs the one before it, so that a block has depth. A chain that begins with `=` needs nothing of the
+- a balance needs the balance before it, so that a block has depth. A chain that begins with `=` needs nothing of the
   pages before it, so that later blocks have work of their own; `~4` takes its page's digit for its tens.
-- the carried digit is the tens digit of the newest balance of at least 50 on the pages before, 0 without one. A page
-  that is decoded too early finds an older balance: nothing tells it that a newer one is yet to come.
+- the carried digit is the tens digit of the newest balance of at least 50 on the pages before; without such a balance
+  it is 0. A page that is decoded too early finds an older balance, and cannot know that a newer one is yet to come.
 
 The answer is the digits carried onto the last four pages. The *key*, the chain of all entries, decides the split.
 """

@@ -1,7 +1,7 @@
 """The tiny models' tokenizer: byte-level BPE whose merges stay within a word, a digit or a line's indentation.
 
-Every word of the tasks that it is trained on is one token and every digit is one token, so arithmetic is written digit
-by digit. Any other text is encoded by byte tokens and decodes to itself.
+Every word of its training tasks is one token, and every digit is one token, so arithmetic is written digit by digit.
+Any other text is encoded by byte tokens and decodes to itself.
 """
 
 from collections.abc import Iterable

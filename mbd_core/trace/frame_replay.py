@@ -1,4 +1,4 @@
-"""A request's frames, as a server sends them, in the form that the replay page draws."""
+"""The frames of a request that a server sends, in the form that the replay page draws."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ def frame_side(
 
     prompt      the request's prompt; its end stands in the first block
     num_tokens  useful tokens of the answer
-    ended       whether an EOS or a stop string ended it, so that tokens behind them do not count
+    ended       whether an EOS or a stop string ended the answer, so that tokens behind it do not count
     """
     start = frames[0].position
     num_prompt = max(0, -start)

@@ -36,11 +36,11 @@ class RunMeasures:
     active_blocks       ACTIVE slots in a request's forward (Fig. 2 D-E); histogram from 0 to N_buf
     mask_ratios         mask ratios before a forward, by rank among its ACTIVE slots (Fig. 2 C); `NUM_BINS` bins
     mask_ratio_gaps     mask ratio of rank k + 1 minus that of rank k; `NUM_BINS` bins over [-1, 1]
-    lifetimes           forwards of a block, from its activation to its store; histogram from 1
-    waiting             forwards of a block in which it was TO_CACHE, its store included; histogram from 0
+    lifetimes           number of a block's forwards from its activation to its store; histogram from 1
+    waiting             number of forwards in which a block was TO_CACHE, its store included; histogram from 0
     num_unfinished      blocks that were never stored: dropped after an EOS, or the trace ended earlier
     token_efficiency    eta = TPF_s / Q_s with Q_s = N_buf * B (paper Section 4.5), `None` without a block size
-    resident_efficiency the same with Q_s of the resident blocks alone: the efficiency of dynamic packing
+    resident_efficiency the same, where Q_s counts only resident blocks: the efficiency of dynamic packing
     """
 
     name: str

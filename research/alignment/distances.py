@@ -42,12 +42,13 @@ class SizeDistance:
 class Distances:
     """A schedule's states against a model's.
 
-    delta_r      total variation of the running-set sizes, a lower bound of Eq. A.5's, which compares the sets
+    delta_r      total variation of the running-set sizes: a lower bound of Eq. A.5's, which compares the sets
+                 themselves
     slots_tv     total variation of each slot's mask ratios in `NUM_BINS` bins, over all sizes; rare slots are left out
     slots_w1     Wasserstein-1 of each slot's mask ratios, over all sizes
-    by_size      the vectors of mask ratios, for every size that both sides have often enough
-    mean_w1      mean of their lower bounds, weighted by inference's frequency of each size
-    delta_t      the largest of them (lower and upper bound); Eq. A.5's also has the sizes left out here
+    by_size      Wasserstein-1 of the vectors of mask ratios, for every size that both sides have often enough
+    mean_w1      mean of the lower bounds in `by_size`, weighted by inference's frequency of each size
+    delta_t      the largest lower and upper bound in `by_size`; Eq. A.5's also covers the sizes left out here
     left_out     share of the inference states whose size has no distance
     """
 
@@ -112,8 +113,8 @@ def compare(inference: States, training: States, *, num_bootstrap: int, seed: in
 def bootstrap_weights(states: States, *, num_bootstrap: int, seed: int) -> np.ndarray:
     """The weight of each state (1 + `num_bootstrap`, S): 1 first, then the number of times its problem was drawn.
 
-    The counts of a draw come at once, which the published distances depend on; `statistics.bootstrap` draws one by
-    one.
+    The counts of a draw are drawn at once, and the published distances depend on this. `statistics.bootstrap` draws
+    them one by one.
     """
     share = np.full(states.num_problems, 1.0 / states.num_problems)
     counts = np.random.default_rng(seed).multinomial(states.num_problems, share, size=num_bootstrap)
@@ -185,7 +186,7 @@ class ComparedSchedule:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedModel:
-    """A model's measured states, without the states that `fitted` was fitted to, and every schedule beside them."""
+    """A model's measured states, and every schedule beside them. States to which `fitted` was fitted are left out."""
 
     name: str
     inference: States
@@ -194,14 +195,13 @@ class ComparedModel:
 
 
 def schedule_config(name: str, base: StateConfig, *, noise: FittedNoise | None) -> StateConfig:
-    """Training states of the schedule and layout of that name. Raises `ValueError` for an unknown or impossible
-    one."""
+    """Training states of the schedule and layout of that name. Raises `ValueError` for an unknown name, and for a
+    schedule that cannot be drawn."""
     schedule, mark, layouts = name.partition("@")
     if schedule not in SCHEDULES:
         raise ValueError(f"noise-schedule '{schedule}' is unknown; known: {', '.join(SCHEDULES)}")
-    known_layouts = [
-        kind for kind in get_args(Layouts) if kind != "d2f"
-    ]  # one sequence without a clean one: no running-set
+    # d2f is one sequence without a clean sequence, and so without a running-set
+    known_layouts = [kind for kind in get_args(Layouts) if kind != "d2f"]
     if mark and layouts not in known_layouts:
         raise ValueError(f"layout '{layouts}' of {name} is unknown; known: {', '.join(known_layouts)}")
     bounds = D2F_BOUNDS if schedule == "d2f_monotonic" else base.bounds
@@ -231,8 +231,8 @@ def compare_models(
 ) -> list[ComparedModel]:
     """Every model beside every schedule, whose layouts are drawn `draws` times of every problem.
 
-    `fitted` is fitted to even-numbered problems, and every distance is from the odd-numbered ones. Raises `ValueError`
-    for a trace that does not say its block size or has too few problems.
+    `fitted` is fitted to even-numbered problems, and every distance is measured from the odd-numbered problems. Raises
+    `ValueError` for a trace without its block size or with too few problems.
     """
     for traces in models:
         if traces.run.block_size is None:

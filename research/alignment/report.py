@@ -181,7 +181,8 @@ def _model_fields(model: ComparedModel) -> dict[str, Any]:
 
 
 def _state_fields(states: States) -> dict[str, Any]:
-    """Sizes and slots of one side; histograms are shares, of the sizes from 1 and in `NUM_BINS` bins over [0, 1]."""
+    """Sizes and slots of one side. Histograms hold shares: of the sizes from 1, and of mask ratios in `NUM_BINS` bins
+    over [0, 1]."""
     slots = []
     for values in states.ratios_SN.T:
         values = values[~np.isnan(values)]

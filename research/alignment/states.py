@@ -41,7 +41,7 @@ class States:
 
     ratios_SN   NaN past a state's last block
     problem_S   a state's problem, from 0 to `num_problems` - 1
-    num_idle    forwards of a trace that only stored blocks, and are no states
+    num_idle    forwards of a trace that only stored blocks; they are no states
     """
 
     ratios_SN: np.ndarray
@@ -62,7 +62,7 @@ class States:
 
 
 def inference_states(requests: Sequence[RequestTrace]) -> States:
-    """Of every forward of every request the mask ratios of its ACTIVE slots."""
+    """The mask ratios of the ACTIVE slots in every forward of every request."""
     rows, problems, num_idle = [], [], 0
     for number, request in enumerate(requests):
         for active_N, ratio_N in zip(request.state_TN == ACTIVE, request.mask_ratio_TN, strict=True):
@@ -99,7 +99,7 @@ def training_states(examples: Sequence[Example], config: StateConfig, *, draws: 
 
 
 def decoded_examples(run: TracedRun, prompt_lengths: Sequence[int]) -> list[Example]:
-    """Samples as long as the requests' stored blocks, over which training would lay its layouts."""
+    """Samples with the lengths of the requests' stored blocks; training would lay its layouts over them."""
     assert run.block_size is not None
     examples = []
     for request in run.requests:
@@ -153,7 +153,8 @@ class ModelTraces:
 
 
 def halves(traces: ModelTraces) -> tuple[FittedNoise, States, list[Example]]:
-    """The noise fitted to even-numbered problems, the states of odd-numbered ones, and samples as long as these.
+    """The noise fitted to even-numbered problems, the states of odd-numbered problems, and samples of the same lengths
+    as the odd-numbered problems.
 
     Raises `ValueError` for fewer than two problems.
     """
@@ -170,8 +171,8 @@ def halves(traces: ModelTraces) -> tuple[FittedNoise, States, list[Example]]:
 
 
 def check_models(names: Sequence[str], plan: TracingPlan) -> dict[str, ModelFolder]:
-    """The models' folders by their names in tables. Raises `ValueError` for models that cannot be decoded or told
-    apart."""
+    """The models' folders by their names in tables. Raises `ValueError` for models that cannot be decoded, or whose
+    names are the same."""
     if plan.task not in GENERATED_TASKS:
         raise ValueError(f"--task {plan.task} must be one of {', '.join(GENERATED_TASKS)}")
     if "buffer_size" in plan.decoding:

@@ -28,7 +28,7 @@ def run(
     models: Annotated[
         tuple[str, ...] | None,
         Flag(
-            "Decode with these: shipped models' names, or model folders (default: tiny-bd,tiny-mbd)",
+            "Models to decode with: shipped models' names, or model folders (default: tiny-bd,tiny-mbd)",
             MODEL,
             metavar="MODEL,...",
             commas=True,
@@ -36,7 +36,7 @@ def run(
     ] = None,
     traces: Annotated[
         Path | None,
-        Flag("Take the traces that an earlier run wrote there instead: no model is loaded.", MODEL, metavar="DIR"),
+        Flag("Take the traces that an earlier run wrote to this folder; no model is loaded.", MODEL, metavar="DIR"),
     ] = None,
     schedules: Annotated[
         tuple[str, ...],
@@ -48,7 +48,7 @@ def run(
         ),
     ] = SCHEDULES,
     recipe: Annotated[
-        str, Flag("Where all else of the training states is from: one of those of train_multitf.py.", DATA)
+        str, Flag("The recipe that gives all other settings of the training states.", DATA)
     ] = "tiny-mbd",
     task: Annotated[
         str | None, Flag(f"What is asked: {' or '.join(GENERATED_TASKS)} (default: gsm-mini)", DATA)

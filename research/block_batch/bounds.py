@@ -29,9 +29,8 @@ class BoundedValue:
 def projected_energy(full_LD: Array, block_size: int) -> tuple[float, float]:
     """Lemma 1: the mean energy of a full refresh's correction inside a block, and m / L of its whole energy.
 
-    The two must be equal.
-    The mean is taken over the blocks that tile the canvas, so each position is in one of them with probability m / L;
-    `ValueError` if they do not tile it.
+    The two must be equal. The mean is taken over the blocks that tile the canvas, so each position is in one of them
+    with probability m / L. Raises `ValueError` if the blocks do not tile the canvas.
     """
     blocks = _tiles(full_LD, block_size)
     mean = float(np.mean([(full_LD[start:stop] ** 2).sum() for start, stop in blocks]))
@@ -52,7 +51,7 @@ class BlockMovement:
     share     m / L
     full      |d_full|
     moved     mean |d_blk| over the blocks that tile the canvas
-    residual  mean |d_blk - P_B d_full| over them
+    residual  mean |d_blk - P_B d_full| over the same blocks
     """
 
     share: float

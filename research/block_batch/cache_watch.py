@@ -159,8 +159,8 @@ class BranchWatch:
     """The `Watch` of a BlockBatch run; `run` gets its measurements.
 
     A synchronisation (Algorithm 2) is recognised by the branches' counts, not by copies: the decoder does not copy to
-    a lane that is complete, or that the next forward recomputes as a whole. Distances are taken between the branches
-    that still have masks.
+    a lane that is complete, nor to a lane that the next forward recomputes as a whole. Distances are taken between the
+    branches that still have masks.
     """
 
     def __init__(self, sketch: Sketch, decoder: BranchedCanvas) -> None:

@@ -79,7 +79,7 @@ class SyncContraction:
 
 
 def sync_contraction(squared_BB: Array, copies: Sequence[tuple[int, int]]) -> SyncContraction:
-    """The dispersion before and after `copies` (source, target), in order, of branches at these squared distances.
+    """The dispersion of branches at these squared distances, before and after `copies`: (source, target), in order.
 
     A target gets the distances of its source, so no cache is needed.
     """
@@ -164,7 +164,7 @@ class BranchedRun:
     """The measurements of a BlockBatch run: events of every branch, dispersions, synchronisations.
 
     dispersions  (step, D_t) after every forward with at least two branches that have masks, on the caches themselves
-    ratios       sketched distance / distance of every pair of these branches whose caches differ
+    ratios       sketched distance / distance, for every pair of these branches whose caches differ
     """
 
     events: list[CacheEvent] = field(default_factory=list)

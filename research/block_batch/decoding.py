@@ -30,7 +30,7 @@ VARIED = {"canvas": ("block_length", "cache"), "branches": ("block_lengths",)}
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedCanvases:
-    """Fast-dLLM's dual cache by block length, and BlockBatch with a branch for each of them."""
+    """Fast-dLLM's dual cache by block length, and BlockBatch with a branch for each block length."""
 
     single: dict[int, Canvas]
     block_batch: Canvas
@@ -96,7 +96,7 @@ def _parts(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], d
 
 @dataclass(frozen=True, kw_only=True)
 class StudyPrompt:
-    """One prompt; `grade` returns the score of an output (0 to 1), `None`: the prompt has no grader."""
+    """One prompt; `grade` returns the score of an output (0 to 1), and is `None` if the prompt has no grader."""
 
     name: str
     ids: tuple[int, ...]

@@ -1,7 +1,7 @@
 """The effect of the block length on the output, each prompt's results, and the checks of the bounds.
 
-The outputs of one sample are {block length: generated token ids}; in tokens, a bifurcation is a position of the
-canvas. Sources: the BlockBatch paper, Figures 2 and 4 and Table 5.
+The outputs of one sample are {block length: generated token ids}; a bifurcation is a position of the canvas, in
+tokens. Sources: the BlockBatch paper, Figures 2 and 4 and Table 5.
 
 Shape legend: S block lengths, P positions after the prompt.
 """
@@ -190,7 +190,7 @@ def oracle_of(prompts: Sequence[StudiedPrompt]) -> Oracle:
 
 
 FLOAT_ROUNDING = 8.0  # the allowed error of a refresh, in relative errors of the dtype
-TINY = 1e-9  # a bound below this counts as this
+TINY = 1e-9  # the least value at which a bound counts
 
 
 @dataclass(frozen=True, kw_only=True)

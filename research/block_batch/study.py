@@ -52,9 +52,9 @@ def run(
         Flag('More of the decoding, as {"canvas": {"branches": {"tau_sync": 16}}}.', DECODING, metavar="JSON"),
     ] = None,
     out: OutFolder,
-    watch: Annotated[int, Ge(0), Flag("Watch the caches of the first prompts, this many.", OUTPUT)] = 4,
-    draw: Annotated[int, Ge(0), Flag("Pictures of the first prompts, this many.", OUTPUT)] = 3,
-    sketch: Annotated[int, Ge(1), Flag("Numbers that a watched cache is projected to.", OUTPUT)] = 256,
+    watch: Annotated[int, Ge(0), Flag("Watch the caches of this number of prompts, the first ones.", OUTPUT)] = 4,
+    draw: Annotated[int, Ge(0), Flag("Draw pictures of this number of prompts, the first ones.", OUTPUT)] = 3,
+    sketch: Annotated[int, Ge(1), Flag("Size of the vector to which a watched cache is projected.", OUTPUT)] = 256,
     overwrite: Overwrite = False,
 ) -> None:
     """Each block length alone, all of them under BlockBatch, and what happens to their caches.

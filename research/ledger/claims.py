@@ -37,9 +37,9 @@ RULE = (
 class Claim:
     """`first` is higher than `second` in `measure` (fewer forwards for `nfe`), each a recipe.
 
-    single    `second` decodes by SingleBD; a claim about one recipe alone says that SingleBD is higher
+    single    `second` decodes by SingleBD; if both are one recipe, the claim is that SingleBD is higher
     no_loss   `first` is not lower by `MARGIN` points
-    tau       the threshold of `second`, where it is not `CLAIM_TAU`
+    tau       the threshold of `second`, if it is not `CLAIM_TAU`
     """
 
     text: str

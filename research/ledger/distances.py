@@ -1,8 +1,8 @@
 """Distances of each recipe's training states from traces of inference, and whether near recipes do better.
 
-The traces are of the base under MultiBD, before any row is trained: half of the problems fit the noise of the ninth
-row, and all distances are of the other half. Whether near recipes do better is Spearman's rank correlation of the
-rows, with an exact permutation test and an interval of its measurement.
+The traces are of the base under MultiBD, before any row is trained. The noise of the ninth row is fitted to half of
+the problems, and all distances are measured on the other half. The question whether near recipes do better is answered
+by Spearman's rank correlation of the rows, with an exact permutation test and an interval of its measurement.
 
 Shape legend: R rows; D draws, the first of which is the measurement.
 """
@@ -40,8 +40,8 @@ TRACED_SLOTS = 4
 NUM_LAYOUT_DRAWS = 8
 NUM_BOOTSTRAP = 500
 MOST_SIZES = "mean_w1 where delta_r < 0.5"
-"""Decided after the results. A mean over the sizes that a row shares with inference covers few states if it shares few
-sizes, as for teacher forcing, whose groups are single blocks."""
+"""Decided after the results. `mean_w1` is a mean over the sizes that a row shares with inference. A row that shares
+few sizes, as teacher forcing with its groups of single blocks, has a mean over few states."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +134,8 @@ MOST_EXACT = 9
 
 @dataclass(frozen=True, kw_only=True)
 class RankCorrelation:
-    """For `n` pairs: rho, its interval over draws of the outcomes, and the share of orders at least as far from 0."""
+    """For `n` pairs: rho, its interval over draws of the outcomes, and the p-value, the share of orders whose rho is
+    at least as far from 0."""
 
     n: int
     rho: Interval
@@ -198,7 +199,7 @@ def correlations(distances: Sequence[RowDistance], means: DrawnMeans) -> dict[st
     for size in means.rows.buffer_sizes:
         for name, by_recipe in values_of.items():
             recipes = [recipe for recipe in by_recipe if (recipe, size) in curves]
-            if name == MOST_SIZES and len(recipes) < FEWEST:  # so few rows of another base may share their sizes
+            if name == MOST_SIZES and len(recipes) < FEWEST:  # with another base, too few rows may share their sizes
                 continue
             cells = [StudyCell(recipe, size, CLAIM_TAU) for recipe in recipes]
             outcomes = {

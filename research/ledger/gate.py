@@ -1,4 +1,5 @@
-"""Whether a model leaves room on ledger-mini: its accuracy, the depth of its blocks, their share at the floor.
+"""Whether a model leaves room on ledger-mini: its accuracy, the depth of its blocks, the share of answers at the
+floor.
 
 A base that solves everything, or fills a block in a forward or two, cannot show a loss or a gain. The gate is measured
 on the valid split, before a study spends anything on the model.
@@ -41,8 +42,8 @@ def run(
 ) -> int:
     """Whether a model leaves room for the study on ledger-mini (research/README.md); exit code 1 if it does not.
 
-    Asked of SingleBD: accuracy of 70 to 92 %, at least 4 decoding forwards a block, fewer than 20 % of the answers at
-    the least possible number of forwards.
+    SingleBD must have an accuracy of 70 to 92 %, at least 4 decoding forwards a block, and fewer than 20 % of the
+    answers at the least possible number of forwards.
     """
     import torch
 
@@ -64,7 +65,7 @@ class GateNumbers:
     """The measurements of `n` problems under one buffer size.
 
     depth      decoding forwards a block, without store-only forwards
-    at_floor   the share of answers with at most as many decoding forwards as blocks
+    at_floor   the share of answers with one decoding forward a block, or fewer
     """
 
     n: int
@@ -152,7 +153,7 @@ def gate_numbers(right: list[bool], counts: list[Counts], *, buffer_size: int, b
 
 
 def num_blocks(counts: Counts, block_size: int) -> int:
-    """The number of blocks of an answer with its EOS."""
+    """The number of blocks of an answer, its EOS included."""
     first = counts.num_prompt_tokens // block_size
     return -(-(counts.num_prompt_tokens + counts.num_tokens + 1) // block_size) - first
 

@@ -1,6 +1,6 @@
 """The plan of the study on ledger-mini: recipes x seeds from one base, and the record of its folder.
 
-study.json            what the study is (`StudyPlan`); a folder of another one is refused
+study.json            the study's plan (`StudyPlan`); a folder of another study is refused
 runs/RECIPE-sSEED     the training runs, models/RECIPE-sSEED their models: of all experiments, each trained once
 EXPERIMENT/           of one experiment: sweeps/seed-SEED, the evaluations; rows.parquet, an answer a row; study.md
                       and study.png, the report of the rows of this experiment and of the experiments before it
@@ -45,8 +45,8 @@ anew."""
 class StudySize:
     """How large a study is.
 
-    seeds   of training: which samples, in which order, with which noise; run `s` is evaluated on the problems of the
-            sweep's seed `s`, and so is the base
+    seeds   of training: they decide the samples, their order and the noise. Run `s` is evaluated on the problems of
+            the sweep's seed `s`, and so is the base
     """
 
     seeds: Annotated[tuple[Annotated[int, Ge(0)], ...], Flag(metavar="S,...", commas=True)] = (0, 1, 2)
@@ -73,7 +73,7 @@ class StudySize:
 class StudyPlan(StudySize):
     """A study as its folder records it. Two plans that are equal give the same rows.
 
-    base    the digest of the model that all runs go on from
+    base    the digest of the model with which all runs begin
     """
 
     base: str

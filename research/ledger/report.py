@@ -58,7 +58,7 @@ def draw_study(means: DrawnMeans, file: BinaryIO, *, names: Mapping[str, str]) -
 
 
 def _bars(values: Sequence[Interval]) -> list[list[float]]:
-    """The intervals' lengths below and above the values, which few draws may leave outside them."""
+    """The intervals' lengths below and above the values. With few draws a value may lie outside its interval."""
     bounds = [(v.value, *v.bounds) for v in values]
     return [[max(0.0, value - low) for value, low, _ in bounds], [max(0.0, high - value) for value, _, high in bounds]]
 
@@ -75,20 +75,21 @@ NAMES = {
     **{recipe.name: row for row, recipe in ABLATION_ROWS.items()},
 }
 NOTES = f"""Brackets are 95 % percentile intervals of {NUM_DRAWS} draws of training seeds and, in each, of problems.
-With one seed they are over problems alone. Of a few they are too narrow where seeds differ by more than the chance of
-their problems, and too wide where by less; a share of 0 or 100 % has no width. Over seeds: the mean of the seeds' own
-differences with Student's 95 % interval, which leaves problems out; it was added after the results, and decides no
-verdict. Accuracy in percent; NFE: forwards of an answer, those that store included; TPF: useful tokens per forward,
-the mean over answers; AUP: d3LLM's over the thresholds, its y_max the best accuracy in this report (over seeds: in
-that seed); it drops a point that is more than 5 points less accurate than the slowest one, so that it jumps where a
-point crosses that line. Buffer size 1 is SingleBD. `p` is the exact McNemar test's, on the problems that one side
-alone has right."""
+With one seed they are over problems alone. With few seeds they are too narrow if seeds differ by more than the chance
+of their problems, and too wide if they differ by less. A share of 0 or 100 % has no width. Over seeds: the mean of the
+seeds' own differences, with Student's 95 % interval, which leaves problems out. It was added after the results, and
+decides no verdict. Accuracy in percent. NFE: forwards of an answer, also those that only store. TPF: useful tokens per
+forward, the mean over answers. AUP: d3LLM's over the thresholds. Its y_max is the best accuracy in this report (over
+seeds: in that seed). It drops a point that is more than 5 points less accurate than the slowest point, so it jumps
+where a point crosses that line. Buffer size 1 is SingleBD. `p` is the exact McNemar test's, on the problems that only
+one side has right."""
 
 
 def report(out: Path, experiment: Experiment) -> str:
-    """Write study.md and study.png of an experiment, from its rows, those before it, and for alignment its distances.
+    """Write study.md and study.png of an experiment, from its rows, the rows of earlier experiments, and for alignment
+    its distances.
 
-    Returns the Markdown. Raises `ValueError` if they are not there.
+    Returns the Markdown. Raises `ValueError` if one of these is missing.
     """
     folder, means, extra = out / experiment, bootstrap_means(read_rows(row_files(out, experiment))), []
     if experiment == "alignment":
@@ -140,7 +141,7 @@ def _claim_lines(verdicts: Sequence[JudgedClaim]) -> list[str]:
 
 
 def _cost_lines(means: DrawnMeans) -> list[str]:
-    """What each recipe's accuracy loses from SingleBD to MultiBD."""
+    """The accuracy that each recipe loses from SingleBD to MultiBD."""
     rows, seeds = [], each_seed(means.rows)
     for cell in means.rows.cells:
         single = StudyCell(cell.recipe, 1, CLAIM_TAU)

@@ -1,7 +1,8 @@
 """The rows of a study, one graded answer each, and their measures: means, differences and AUPs in each draw.
 
-The rows are all that a study's report needs, and small enough to be published. Every cell is measured on the same
-draws of a bootstrap in two levels, seeds and their problems, so that a difference of two cells is paired by both.
+The rows are all that a study's report needs, and small enough to be published. All cells are measured on the same
+draws of a bootstrap in two levels, seeds and their problems, so that a difference of two cells is paired by seed and
+problem.
 
 Shape legend: P problems; D draws, the first of which is the rows themselves; S seeds; K points of a curve.
 """
@@ -125,7 +126,7 @@ def write_rows(path: Path, tables: Sequence[pa.Table]) -> None:
 def read_rows(paths: Iterable[Path]) -> PairedRows:
     """The rows of one study, or of several on the same problems.
 
-    Raises `ValueError` for a file that holds none, and for cells that do not have the same problems.
+    Raises `ValueError` for a file without such rows, and for cells that do not have the same problems.
     """
     return paired_rows(pa.concat_tables([read_table(path) for path in paths]))
 
@@ -235,13 +236,13 @@ def bootstrap_means(rows: PairedRows, *, num_draws: int = NUM_DRAWS, seed: int =
     """The means of the rows themselves and of draws of their seeds and, in each, of its problems.
 
     A run of another seed is another model on other problems. A draw holds only seeds of the rows. If three seeds
-    differ by more than the chance of their problems, the intervals are too narrow; if by less, too wide. Student's
-    interval over `each_seed` stands beside them. One seed has intervals over its problems alone.
+    differ by more than the chance of their problems, the intervals are too narrow; if they differ by less, too wide.
+    Student's interval over `each_seed` stands beside them. One seed has intervals over its problems alone.
     """
     one_draw = np.ones((1, rows.num_problems))
     return DrawnMeans(rows, chain([one_draw], bootstrap(rows.seed_P, seed=seed, num_draws=num_draws)))
 
 
 def each_seed(rows: PairedRows) -> DrawnMeans:
-    """A draw for each training seed alone: the means are (S,), and an AUP's y_max is of that seed."""
+    """A draw for each training seed alone: the means are (S,), and an AUP's y_max is that seed's."""
     return DrawnMeans(rows, [np.stack([rows.seed_P == number for number in range(len(rows.seeds))]).astype(float)])

@@ -43,7 +43,7 @@ MAX_ROWS = 64
 
 def run(
     experiment: Annotated[
-        Experiment, Flag("What is studied; each needs the rows of those before it.", positional=True)
+        Experiment, Flag("The experiment; each needs the rows of the experiments before it.", positional=True)
     ],
     *,
     out: Annotated[str, Flag("Folder to write, which every node reaches.", OUTPUT, metavar="DIR")],
@@ -66,10 +66,10 @@ def run(
     """Train an experiment's recipes with several seeds from one base, evaluate them, and judge the papers' claims.
 
     ordering: the base, the control and MBD (Table 1 in small). ablation: the rows of Table 2b. alignment: distances of
-    each row's training states from inference (Figure 2), and noise that is fitted to traces as one row more.
+    each row's training states from inference (Figure 2), and one more row with noise that is fitted to traces.
     thresholds: the base under SingleBD at low thresholds, beside MBD.
 
-    The same command goes on with what is missing; experiments of one --out share their trained models.
+    The same command computes what is missing. Experiments of one --out share their trained models.
     """
     from actors.training.run import named_base
     from mbd_core.checkpoint.folder import read_folder
@@ -168,7 +168,7 @@ class Study:
         return self.out / self.experiment / "sweeps" / f"seed-{seed}"
 
     def evaluate(self, seed: int, *, actors: int) -> None:
-        """The sweep of a seed, if it is not finished: SingleBD and MultiBD of its models on its problems."""
+        """Run the sweep of a seed if it is not finished: SingleBD and MultiBD of the seed's models on its problems."""
         from mbd_core.evaluation.sweep.folder import FolderState, is_finished
         from mbd_core.evaluation.sweep.loading import load_inputs
         from mbd_core.evaluation.sweep.options import SweepOptions
@@ -199,9 +199,9 @@ class Study:
 def train_all(runs: list[TrainingRun], *, at_once: int) -> None:
     """Trains runs of one size on the connected cluster, at most `at_once` at a time.
 
-    A task on this node drives each run, as a job of its own would. Raises `ValueError` if `at_once` of them find no
-    room beside each other. After a failure no run is begun; once the begun ones have ended, raises `RuntimeError`
-    naming all failures. A lost task is such a failure: the same command resumes its run.
+    A task on this node drives each run, as a job of its own would. Raises `ValueError` if `at_once` runs find no room
+    beside each other. After a failure no run is begun. When the begun runs have ended, it raises a `RuntimeError` that
+    names all failures. A lost task is a failure too; the same command resumes its run.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

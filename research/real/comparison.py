@@ -1,7 +1,8 @@
 """A real model and its own base side by side on one machine: right answers, tokens a forward, tokens a second.
 
-`make real` asks fifty unseen questions, one at a time. The study asks more of them, of more arms, and keeps the rows:
-`python -m research compare --limit 200 --out out/real/compare`. `--report-only` prints the table of kept rows again.
+`make real` asks fifty unseen questions, one at a time. The study asks more questions, of more arms, and keeps the
+rows: `python -m research compare --limit 200 --out out/real/compare`. `--report-only` prints the table of kept rows
+again.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ BASE, SINGLE, NAIVE, TRAINED = ARMS
 
 @dataclass(frozen=True, kw_only=True)
 class Answered:
-    """An arm's answer to a question, asked alone: its tokens, its forwards, the seconds of the request.
+    """An arm's answer to a question that was asked alone: its tokens, its forwards, the seconds of the request.
 
-    Published rows lack the texts, which are others'.
+    Published rows lack the texts, because others own them.
     """
 
     arm: str
@@ -72,7 +73,7 @@ class Answered:
 
 
 def same_fields(wanted: str, text: str) -> bool:
-    """Whether a text is a JSON object of the same fields and values."""
+    """Whether a text is a JSON object with the fields and values of `wanted`."""
     try:
         return bool(json.loads(text) == json.loads(wanted))
     except ValueError:
@@ -80,7 +81,7 @@ def same_fields(wanted: str, text: str) -> bool:
 
 
 def same_number(wanted: str, text: str) -> bool:
-    """Whether the number that a text states last is the right one, as GSM8K is graded."""
+    """Whether the last number of a text is the wanted number, as GSM8K is graded."""
     from mbd_core.evaluation.tasks.kinds.mathematics import GSM8K
 
     problem = GSM8K.problem("0", {"question": "", "answer": wanted})
@@ -225,7 +226,7 @@ def report(rows: Sequence[Answered]) -> list[str]:
 
 
 def _against(first: Sequence[Answered], second: Sequence[Answered], other: str) -> str:
-    """How often one of two arms alone is right. Their rows are of the same questions, in the same order."""
+    """How often only one of two arms is right. Their rows are of the same questions, in the same order."""
     pairs = zip(first, second, strict=True)
     wins, losses = wins_and_losses((str(i), int(a.is_right) - int(b.is_right)) for i, (a, b) in enumerate(pairs))
     return f"{wins} and {other} in {losses} (p {p_text(sign_test(wins, losses), equals='= ')})"

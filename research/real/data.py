@@ -2,8 +2,8 @@
 
 `python -m research real --out out/real/data` writes `train.jsonl` (conversations of all tasks, shuffled) and a
 file of unseen problems for each task. A hash of a problem's key decides its split (`mbd_core/tasks/split.py`), so no
-test problem is trained. The packages are those of the machine's package lists, the docstrings those of its Python: the
-values are real, and differ a little from machine to machine. Digests order them, so a package that another machine
+test problem is trained. The packages come from the machine's package lists, the docstrings from its Python: the values
+are real, and differ a little from machine to machine. Digests order the questions, so a package that another machine
 lacks moves no other question.
 """
 
@@ -51,7 +51,7 @@ _FIRST = (
     "{description}: that is {package}.",
 )
 _SHOWN = 0.8
-"""How often the text says a field, other than the package itself."""
+"""The probability that the text states a field of the package; it always states the name."""
 
 
 def package_fields(*, split: Split, seed: int) -> Iterator[Row]:
@@ -100,7 +100,7 @@ REWRITE = "Rewrite in the third person, as 'Returns ...' for 'Return ...':\n\n"
 
 
 def third_person(*, split: Split, seed: int) -> Iterator[Row]:
-    """First sentences of Python's docstrings that begin with a verb, and the same in the third person."""
+    """First sentences of Python's docstrings that begin with a verb, and the same sentences in the third person."""
     for sentence in sorted(_imperatives(), key=lambda sentence: _digest(seed, sentence)):
         if split_of(sentence) != split:
             continue
@@ -126,7 +126,8 @@ _IMPERATIVE = r"[A-Z][a-z]+ (a|an|the|all|any|this|each|and|one|whether|if|from)
 
 
 def _imperatives() -> Iterable[str]:
-    """Distinct first sentences that begin with a verb: a word that begins at least three of them."""
+    """Distinct first sentences that begin with a verb. A word counts as a verb if at least three of them begin with
+    it."""
     found: set[str] = set()
     for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
         if "site-packages" in path.parts or "test" in path.parts:
@@ -163,7 +164,7 @@ SEED = 7
 
 
 def streams(gsm8k_folder: Path | None) -> dict[str, Callable[[Split], Iterator[Row]]]:
-    """The rows of a split by task; GSM8K's files are the user's, so it is left out without them."""
+    """For each task, its rows by split. GSM8K is left out without a folder of its files."""
     known: dict[str, Callable[[Split], Iterator[Row]]] = {
         "gsm-mini": lambda split: generate(split=split, seed=SEED),
         "package-fields": lambda split: package_fields(split=split, seed=SEED),
@@ -181,7 +182,7 @@ def run(
 ) -> None:
     """Writes the conversations of the study on a real model, and unseen problems of each task.
 
-    `train.jsonl` is what `mbd prepare` takes; `TASK-valid.jsonl` and `TASK-test.jsonl` hold question and answer.
+    `mbd prepare` takes `train.jsonl`; `TASK-valid.jsonl` and `TASK-test.jsonl` hold question and answer.
     """
     if shutil.which("apt-cache") is None:
         raise ValueError("the task package-fields reads Debian's package lists by apt-cache, which is not here")

@@ -1,4 +1,4 @@
-"""The base asked by others' engines, beside which this project's arms stand: one request, greedy, on this machine."""
+"""The base in others' engines, for comparison with this project's arms: one request, greedy, on this machine."""
 
 import importlib.util
 from collections.abc import Callable
@@ -19,7 +19,8 @@ class ArmReply:
 
 
 def by_transformers(model: str, dtype: Dtype, *, max_tokens: int) -> Callable[[str], ArmReply]:
-    """The base by transformers' own greedy decoding, in the engine's precision; beside int8 in that of `auto`."""
+    """The base by transformers' own greedy decoding, in the engine's precision; if that is int8, in the precision of
+    `auto`."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -36,7 +37,7 @@ def by_transformers(model: str, dtype: Dtype, *, max_tokens: int) -> Callable[[s
         turns = [{"role": "user", "content": question}]
         ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=False)
         new = network.generate(ids, do_sample=False, max_new_tokens=max_tokens)[0, ids.shape[1] :]
-        num_ends = int(new[-1].item() == tokenizer.eos_token_id)  # which an engine does not count as a token
+        num_ends = int(new[-1].item() == tokenizer.eos_token_id)  # an engine does not count the EOS as a token
         text = tokenizer.decode(new, skip_special_tokens=True)
         return ArmReply(text=text, tokens=len(new) - num_ends, forwards=len(new))
 

@@ -1,7 +1,7 @@
 """The study's training runs as recipes: `mbd train --recipe research/real/recipes.py:BD --base DIR --data DIR`.
 
-Every arm is an adapter of one size on the same data. `AR` fine-tunes the base as it is, the control. `BD` adapts the
-converted base by teacher forcing, `MBD` goes on from `BD` by MultiTF, and `TF` has the compute of `MBD` by teacher
+Every arm is an adapter of one size on the same data. `AR`, the control, fine-tunes the base as it is. `BD` adapts the
+converted base by teacher forcing, `MBD` continues from `BD` by MultiTF, and `TF` has the compute of `MBD`, by teacher
 forcing.
 """
 

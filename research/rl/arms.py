@@ -25,7 +25,7 @@ A = replace(
     iterations=ITERATIONS,
 )
 """Exact replay, correctness and TPF: LightningRL's reward, groups and objective in the states of the engine. The
-published rows' problems are of the stream of the seed: that of seed 1 trained `ledger-mbd`."""
+problems of the published rows come from the seed's stream; the stream of seed 1 had trained `ledger-mbd`."""
 
 B = replace(
     A,
@@ -39,8 +39,9 @@ C = replace(A, name="rl-C", states="all-masked")
 """LightningRL's released learner: each block in one forward, all its tokens masked."""
 
 SFT_UPDATES = 36
-"""In `ledger-mbd`'s recipe an update has 6,640 tokens. The total equals A's learner tokens: 5 iterations of 48,000
-each after its groups were filtered (the mean of ten iterations of the runs that chose the learning rate)."""
+"""In `ledger-mbd`'s recipe an update has 6,640 tokens. The total equals A's learner tokens, 5 iterations of 48,000.
+48,000 is the number after groups were filtered, as the mean of ten iterations of the runs that chose the learning
+rate."""
 D = replace(LEDGER_MBD, name="rl-D", base="ledger-mbd", train=replace(LEDGER_MBD.train, steps=SFT_UPDATES, warmup=4))
 """MultiTF on right solutions for the same number of learner tokens: a recipe of `mbd train`."""
 
@@ -48,7 +49,8 @@ E = replace(A, name="rl-E", groups=GroupConfig(advantages="correct"), objective=
 """The likelihood of correct rollouts alone, each with the advantage 1."""
 
 F = replace(A, name="rl-F", groups=replace(A.groups, advantages="shuffled"))
-"""A's advantages, shuffled within each group: they teach nothing. A's likelihood of correct rollouts stays (NLL)."""
+"""A's advantages, shuffled within each group: they teach nothing. A's NLL term, the likelihood of correct rollouts,
+stays."""
 
 G = replace(A, name="rl-G", states="block-local")
 """TraceRL's states, which are not the engine's at four slots."""
@@ -59,7 +61,7 @@ LONG = replace(A, name="rl-A-20", iterations=20)
 LOW = replace(LEDGER_RL.train, lr=1e-5)
 LOW_A = replace(LONG, name="rl-A-20-low", train=LOW)
 LOW_E = replace(E, name="rl-E-20-low", iterations=20, train=LOW)
-"""A and E as long at a fifth of the learning rate; E's was added after its result was seen."""
+"""A and E with 20 iterations at a fifth of the learning rate. E's was added after the result of E was seen."""
 
 ARMS: dict[str, RLRecipe | TrainingRecipe] = {arm.name: arm for arm in (A, C, D, E, F, B, G, LONG, LOW_A, LOW_E)}
 """In the order in which a study runs them."""

@@ -40,23 +40,23 @@ NAMES = {
 RULE = (
     f"What counts as shown, stated before the results: at four slots and tau_m2t = {CLAIM_TAU} (an AUP: over all "
     "thresholds) the 95 % interval of the difference, over problems and seeds, lies above its bound: 0, or for an "
-    f"accuracy that must not fall -{MARGIN:g} point. What must teach nothing: the interval holds 0. A claim of "
-    "several differences is shown if all of them are, and contradicted if one interval lies below its bound or does "
-    f"not hold 0. Otherwise: not shown. With fewer than {LEAST_SEEDS} seeds of both sides: not enough seeds."
+    f"accuracy that must not fall -{MARGIN:g} point. For an arm that must teach nothing, the interval holds 0. "
+    "A claim of several differences is shown if all of them are, and contradicted if one interval lies below its bound "
+    f"or does not hold 0. Otherwise: not shown. With fewer than {LEAST_SEEDS} seeds of both sides: not enough seeds."
 )
 NOTES = f"""Brackets are 95 % percentile intervals of {NUM_DRAWS} draws of seeds and, in each, of problems. Over seeds:
 the mean of the seeds' own differences with Student's 95 % interval, which leaves problems out and decides no verdict.
-A difference is of the seeds that both of its sides have, and the y_max of its AUPs is the best accuracy of the two;
-the table of AUPs has that of all models. Cells, AUPs and plot are of the models that have all seeds. Accuracy in
-percent; NFE: forwards of an answer; TPF: useful tokens per forward, the mean over answers; AUP: d3LLM's over the
-thresholds, which drops a point that is more than 5 points less accurate than the slowest one, so that it jumps where a
-point crosses that line."""
+A difference is of the seeds that both of its sides have. The y_max of its AUPs is the best accuracy of the two sides;
+in the table of AUPs it is the best accuracy of all models. Cells, AUPs and plot are of the models that have all seeds.
+Accuracy in percent. NFE: forwards of an answer. TPF: useful tokens per forward, the mean over answers. AUP: d3LLM's
+over the thresholds. It drops a point that is more than 5 points less accurate than the slowest point, so it jumps
+where a point crosses that line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArmClaim:
-    """`first` is above `second` in each of `measures`, each with the bound of the difference; without a bound the
-    difference must hold 0."""
+    """`first` is above `second` in each of `measures`. Each measure has the bound of the difference; without a bound
+    the difference's interval must hold 0."""
 
     text: str
     first: str
@@ -157,8 +157,8 @@ def _seeds(table: pa.Table, recipe: str) -> set[int]:
 
 
 def gathered(out: Path) -> pa.Table:
-    """The rows of a study: those of its finished pieces, which it writes as one file beside what training saw, or
-    without pieces those of that file."""
+    """The rows of a study's finished pieces; they are also written as one file, beside the numbers of the training.
+    Without pieces, the rows of that file."""
     pieces = sorted((out / "rows").glob("*.parquet"))
     if pieces:
         write_rows(out / ROWS, [read_table(piece) for piece in pieces])
@@ -172,7 +172,7 @@ def gathered(out: Path) -> pa.Table:
 def report(out: Path) -> str:
     """Gathers the rows of the finished pieces, and writes study.md and study.png; returns the Markdown.
 
-    Raises `ValueError` if there are none.
+    Raises `ValueError` if there are no rows, or no rows of the start.
     """
     table = gathered(out)
     start = _seeds(table, BASE)
@@ -265,7 +265,7 @@ def _arm_lines(table: pa.Table) -> list[str]:
 
 
 def _training_lines(training: pa.Table) -> list[str]:
-    """Of each arm, over all of its seeds: learner tokens of a run, and the drift from the start at its end."""
+    """For each arm, over all of its seeds: learner tokens of a run, and the drift from the start at its end."""
     rows = []
     for recipe in sorted(set(training["recipe"].to_pylist())):
         lines = [line for line in training.to_pylist() if line["recipe"] == recipe]

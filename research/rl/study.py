@@ -1,4 +1,4 @@
-"""The study of reinforcement learning on ledger-mini: its arms with several seeds, and a report from their rows alone.
+"""The study of reinforcement learning on ledger-mini: arms with several seeds, and a report from their rows alone.
 
 study.json          the arms and the size; a folder of another study is refused
     runs/ARM-sSEED      a run; its model is in `model`
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 RECORD = "study.json"
 METHOD = "study"
 TRAINED = ("iteration", "answers_learned", "correct", "tpf", "tokens", "labels", "kl_reference", "entropy", "d_max")
-"""The numbers of an iteration that are kept; those that an objective lacks are empty."""
+"""The numbers of an iteration that are kept. A number that an objective does not have is empty."""
 
 
 @configuration(panel=DATA)
 class ArmStudySize:
-    """How large a study is. Seed `s` draws the problems and the answers of its runs, and the problems on which they
-    and the start are evaluated."""
+    """The size of a study. Seed `s` draws the problems and the answers of its runs, and the problems on which these
+    runs and the start are evaluated."""
 
     seeds: Annotated[tuple[Annotated[int, Ge(0)], ...], Flag(metavar="S,...", commas=True)] = (1, 2, 3)
     """Seeds."""
@@ -66,7 +66,7 @@ def run(
 ) -> None:
     """Train the arms of the study of reinforcement learning, evaluate them, and judge its claims (research/README.md).
 
-    The same command goes on with what is missing; run twice at once, it shares the work.
+    The same command computes what is missing. If it runs twice at once, both share the work.
     """
     from research.rl.report import report
 
@@ -78,7 +78,7 @@ def run(
 def compute_arms(
     out: Path, arms: Mapping[str, RLRecipe | TrainingRecipe], size: ArmStudySize, threads: int | None
 ) -> None:
-    """Compute what is missing of these arms, by this number of threads. Raises the errors of `ArmStudy`."""
+    """Compute the missing pieces of these arms, by this number of threads. Raises the errors of `ArmStudy`."""
     import torch
 
     if threads is not None:
@@ -87,8 +87,7 @@ def compute_arms(
 
 
 class ArmStudy:
-    """A study in its folder, which is claimed for it. Raises `ValueError` if another study or anything else lies
-    there."""
+    """A study in its folder, which it claims. Raises `ValueError` if another study or anything else lies there."""
 
     def __init__(self, out: Path, arms: Mapping[str, RLRecipe | TrainingRecipe], size: ArmStudySize) -> None:
         self.out, self.arms, self.size = out, arms, size
@@ -104,8 +103,8 @@ class ArmStudy:
             write_json(path, recorded)
 
     def compute(self) -> None:
-        """Trains and evaluates pieces that no other process has done or is doing, a seed's arms before the next
-        seed's."""
+        """Trains and evaluates the pieces that no process has done or is doing: all arms of a seed, then those of the
+        next."""
         from mbd_core.checkpoint.shipped import model_folder
 
         for seed in self.size.seeds:
@@ -118,7 +117,7 @@ class ArmStudy:
 
     @contextmanager
     def _taken(self, name: str, seed: int) -> Iterator[bool]:
-        """Whether a piece is missing and this process has it; no other takes it meanwhile."""
+        """Yields whether a piece is missing and is this process's; during the block no other process takes it."""
         from filelock import FileLock, Timeout
 
         (self.out / "locks").mkdir(exist_ok=True)
@@ -162,7 +161,7 @@ class ArmStudy:
         return model
 
     def evaluate(self, model: Path, name: str, seed: int) -> pa.Table:
-        """The rows of a model on its seed's problems: the rollouts' decoding, greedily, at each threshold."""
+        """The rows of a model on its seed's problems, in the rollouts' decoding made greedy, at each threshold."""
         from mbd_core.batch.parts import cut
         from mbd_core.evaluation.sweep.grading.part_grading import grade_table
         from mbd_core.evaluation.sweep.loading import load_inputs

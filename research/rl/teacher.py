@@ -1,8 +1,8 @@
 """Learning from the same weights at one slot, beside a reward and beside right solutions: arms, seeds, a report.
 
-`ledger-mbd` is right in 80 % of the answers at one slot and in 60 % at four. Its frozen copy reads the answers that it
-drew at four slots block by block, behind finished blocks, and teaches. The arms see equally many answers, to problems
-that no model was trained on.
+`ledger-mbd` is right in 80 % of the answers at one slot and in 60 % at four. It draws answers at four slots; its
+frozen copy reads them block by block, behind finished blocks, and teaches. All arms see the same number of answers, to
+problems that no model was trained on.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ SOLUTIONS = replace(
     data=replace(LEDGER_MBD.data, per_task=TEACHER.answers * TEACHER.iterations, seed=FRESH_STREAMS),
     train=replace(TEACHER.train, steps=TEACHER.iterations, batch_size=TEACHER.answers, teacher=None),
 )
-"""MultiTF on as many right solutions, with the teacher's optimizer, rate and batch: a recipe of `mbd train`."""
+"""MultiTF on the same number of right solutions, with the teacher's optimizer, rate and batch: a recipe of `mbd
+train`."""
 
 TEACHER_ARMS: dict[str, RLRecipe | TrainingRecipe] = {arm.name: arm for arm in (TEACHER, SOLUTIONS, REWARD)}
 NAMES = {
@@ -63,7 +64,7 @@ def run(
 ) -> None:
     """Teach ledger-mbd at four slots by itself at one, beside a reward and beside right solutions.
 
-    The same command goes on with what is missing; run twice at once, it shares the work.
+    The same command computes what is missing. If it runs twice at once, both share the work.
     """
     if not report_only:
         compute_arms(out, TEACHER_ARMS, size, threads)

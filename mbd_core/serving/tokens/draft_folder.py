@@ -1,5 +1,5 @@
-"""The model folder whose model drafts for an engine's own: its tokenizer must be the same, and decoding defaults are
-then the pair's."""
+"""The model folder whose model drafts for an engine's own model. Both must have the same tokenizer, and the decoding
+defaults are the pair's."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,7 +22,7 @@ def read_draft(config: EngineConfig) -> ModelFolder | None:
 def check_draft_folder(
     folder: ModelFolder, draft: ModelFolder, config: EngineConfig, *, tensor_parallel: int = 1
 ) -> None:
-    """Raises `ValueError`, one sentence, for a folder whose model cannot draft for the other's."""
+    """Raises `ValueError`, one sentence, if the model of `draft` cannot draft for the model of `folder`."""
     if tensor_parallel != 1:
         raise ValueError(
             f"draft_model={draft.path.name} cannot be had with tensor_parallel={tensor_parallel} yet; leave one of "
@@ -43,7 +43,7 @@ def check_draft_folder(
 
 
 def drafted_defaults(defaults: Mapping[str, Any], draft: ModelFolder) -> dict[str, Any]:
-    """A `generation_config.json` whose decoding is the exact one by two models, in the draft model's slots."""
+    """A `generation_config.json` whose decoding is exact, by both models, in the draft model's slots."""
     others = {name: value for name, value in defaults.items() if name not in METHOD_FIELDS}
     slots: dict[str, Any] = {
         name: draft.defaults[name] for name in ("buffer_size", "tau_add") if name in draft.defaults

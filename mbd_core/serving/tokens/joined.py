@@ -33,7 +33,7 @@ class JoinedAnswer:
         return replace(step, request_id=request_id, counts=counts, output=output, weights=self._weights)
 
     def put_in(self, tokens: tuple[int, ...]) -> StepOutput:
-        """The step of tokens that no forward decided. Their log-probability is 0."""
+        """A step with tokens that no forward decided. Their log-probability is 0."""
         number, counts = len(tokens), self._last or Counts()
         piece = Piece(tokens=tokens, logprobs=(0.0,) * number, tops=((),) * number, steps=(0,) * number)
         step = StepOutput(
@@ -45,7 +45,7 @@ class JoinedAnswer:
         return self.add(step if self._weights is None else replace(step, weights=self._weights))
 
     def next_request(self, *, from_the_start: bool = False) -> Request:
-        """The request for the rest, or for the whole answer again; the request that ran has ended."""
+        """The request for the rest, or for the whole answer again, once the current request has ended."""
         if self._last is not None:
             self._earlier, self._last = _sum(self._earlier, self._last), None
         if from_the_start:

@@ -85,7 +85,7 @@ def load_engine(
 ) -> LoadedModel:
     """Loads a Hugging Face model folder into an engine. Raises `ValueError` that names the folder's fault.
 
-    device           default: the GPU if there is one. `config.dtype` says what it computes in
+    device           default: the GPU if there is one; its precision is `config.dtype`
     fp8              the FP8 weights (`models.quantize`): the weights of the experts or of all layers, rounded;
                      or FP8 experts in blocks, as the folder has them
     tensor_parallel  number of ranks, each a process: rank r on GPU r, or all on the CPU
@@ -134,11 +134,12 @@ def load_engine(
 
 
 BFLOAT16_PAYS = 50_000_000
-"""Parameters from which on a CPU with bfloat16 arithmetic is faster in it; a smaller model is bound by calls."""
+"""From this number of parameters on, a CPU with bfloat16 arithmetic is faster in bfloat16; a smaller model is bound by
+calls."""
 
 
 def engine_dtype(choice: Dtype, folder: ModelFolder, device: torch.device) -> torch.dtype:
-    """What `choice` means for a folder on `device`. Raises `ValueError` for int8 on a GPU."""
+    """The dtype that `choice` stands for, with a folder on `device`. Raises `ValueError` for int8 on a GPU."""
     if choice != "auto":
         if choice == "int8" and device.type != "cpu":
             raise ValueError("dtype=int8 cannot be honoured on a GPU: int8 products are for CPUs; use fp8=all")
@@ -156,8 +157,8 @@ def default_device() -> torch.device:
 
 
 def decoding_defaults(folder: ModelFolder, config: EngineConfig) -> dict[str, Any]:
-    """The folder's `generation_config.json`, with the engine's block size for a model that was trained without one;
-    or with the decoding by two models, if one drafts."""
+    """The folder's `generation_config.json`. A model that was trained without a block size gets the engine's; with a
+    draft model the decoding is that of the pair."""
     draft = read_draft(config)
     if draft is not None:
         return drafted_defaults(folder.defaults, draft)

@@ -45,9 +45,9 @@ class PrefixAffinity:
     def choose(self, pages: Sequence[bytes], loads: Mapping[str, int]) -> str:
         """The replica for a request that begins with `pages`; `loads` holds the open requests of each replica.
 
-        The replica that has seen the longest prefix is chosen; among several such replicas, the least loaded. If no
-        replica has seen a page, or such replicas are clearly busier, the least loaded of all replicas is chosen; among
-        equally loaded replicas, the replica that has seen the fewest pages.
+        The replica that has seen the longest prefix is chosen; among several such replicas, the least loaded one. If
+        no replica has seen a page, or if such replicas are clearly busier, the least loaded of all replicas is chosen;
+        among equally loaded replicas, the one that has seen the fewest pages.
         """
         least = min(loads.values())
         for page in reversed(pages):

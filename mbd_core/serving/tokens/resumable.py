@@ -41,7 +41,7 @@ class ResumingSource:
 
 
 class _Resumption:
-    """A request's steps from one replica after another, without repeated tokens."""
+    """A request's steps, from one replica and then the next, without repeated tokens."""
 
     def __init__(
         self, request: Request, replicas: TokenSource, key: str, *, retry_seconds: float, on_loss: Callable[[], None]

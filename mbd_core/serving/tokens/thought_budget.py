@@ -1,8 +1,8 @@
 """A budget for the thoughts of an answer: when it is spent, the mark that ends thoughts is put in.
 
-The answer is then two requests of the engine. The first is ended in the middle of its thoughts. The second goes on
+The answer is then two requests of the engine. The first is ended in the middle of its thoughts. The second continues
 behind the mark (`Request.committed`); the prefix cache keeps the keys of the first. So a budget works with each
-decoding that can go on after committed tokens.
+decoding that can continue after committed tokens.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from mbd_core.serving.text.committed import CommittedText
 from mbd_core.serving.tokens.joined import JoinedAnswer
 from mbd_core.serving.tokens.stream import TokenSource, TokenStream, TooManyRequests
 
-REST_OF_CHARACTER = 3  # tokens that a budget may be exceeded by, so that no character is cut
+REST_OF_CHARACTER = 3  # an answer may exceed its budget by this number of tokens, so that no character is cut
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0  # seconds between two attempts to go on at a full engine, doubled each time
 
 
@@ -60,13 +60,13 @@ class BudgetedSource:
     async def open(self, request: Request, *, key: str = "") -> TokenStream:
         """The stream of a request, with the errors of the source's streams. Raises the source's refusals."""
         most = self._budget.num_tokens + REST_OF_CHARACTER + len(self._budget.end)
-        if most >= request.max_tokens:  # which ends the answer first
+        if most >= request.max_tokens:  # `max_tokens` ends the answer first
             return await self._source.open(request, key=key)
         answer = _BudgetedAnswer(request, await self._source.open(request, key=key), self._budget)
         return TokenStream(answer.steps(partial(self._reopen, key)), answer.close)
 
     async def _reopen(self, key: str, request: Request) -> TokenStream:
-        """The stream of an answer's rest, which a full engine takes later: the answer was accepted."""
+        """The stream of an answer's rest. A full engine takes the rest later, because the answer was accepted."""
         pause = FIRST_PAUSE
         while True:
             try:
