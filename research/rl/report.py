@@ -40,8 +40,8 @@ NAMES = {
 RULE = (
     f"What counts as shown, stated before the results: at four slots and tau_m2t = {CLAIM_TAU} (an AUP: over all "
     "thresholds) the 95 % interval of the difference, over problems and seeds, lies above its bound: 0, or for an "
-    f"accuracy that must not fall -{MARGIN:g} point. For an arm that must teach nothing, the interval holds 0. "
-    "A claim of several differences is shown if all of them are, and contradicted if one interval lies below its bound "
+    f"accuracy that must not fall -{MARGIN:g} point. For an arm that must teach nothing, the interval holds 0. A "
+    "claim of several differences is shown if all of them are, and contradicted if one interval lies below its bound "
     f"or does not hold 0. Otherwise: not shown. With fewer than {LEAST_SEEDS} seeds of both sides: not enough seeds."
 )
 NOTES = f"""Brackets are 95 % percentile intervals of {NUM_DRAWS} draws of seeds and, in each, of problems. Over seeds:
