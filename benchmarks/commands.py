@@ -1,6 +1,6 @@
 """The sub-commands that measure the engine, training and FP8 weights on this machine: their options and help.
 
-What they measure is in the modules of the same names, which are imported when a command runs.
+The measurements are in the modules of the same names, which are imported when a command runs.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ COLUMNS = {
 RANDOM_LENGTH = 64
 REPEATS = 3  # of the timed forwards, of which the fastest counts
 Rounded = Literal["experts", "all", "blocks", "int8"]
-"""What is rounded to FP8, or all products to int8."""
+"""The weights that are rounded to FP8, or int8: all products are."""
 
 
 @dataclasses.dataclass(frozen=True)

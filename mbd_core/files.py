@@ -2,8 +2,8 @@
 
 A command checks its target before it begins (`check_new_file`, `check_target_folder`). Files and folders are written
 beside their place and renamed (`file_beside`, `folder_beside`), or, where results come one by one, into a folder that
-was claimed for them (`PartsFolder`). A folder that the project wrote carries a manifest: what it is, and which files
-in it are the project's. Only such a folder may be replaced, and only if it holds nothing else.
+was claimed for them (`PartsFolder`). A folder that the project wrote carries a manifest: its kind, and which files in
+it are the project's. Only such a folder may be replaced, and only if it holds nothing else.
 """
 
 import glob

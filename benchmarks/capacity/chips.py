@@ -7,7 +7,7 @@ from dataclasses import dataclass
 class Chip:
     """A GPU's data sheet; bytes, bytes a second, dense operations a second, all decimal.
 
-    names    what CUDA calls it
+    names    CUDA's names for it
     flops    in bfloat16, without sparsity
     nvlink   to other GPUs of its node, in one direction
     pcie     to the host's memory, in one direction

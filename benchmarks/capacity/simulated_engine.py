@@ -36,7 +36,7 @@ class SimulatedEngine(Engine):
 
     page_seconds  of one page's copy to the host's memory, or back: steps wait for them
     seconds of all collected steps; `bounds` the same by the longest term of each step
-    log      what each step's forwards carried, where it is kept
+    log      the load of each step's forwards, if it is kept
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class SimulatedEngine(Engine):
         )
 
     def _store(self, tokens_NB: np.ndarray, sequence: SequenceState, start: int, num_blocks: int) -> None:
-        """The tokens of the blocks that this forward stores: what the prompt left over, and what was filled."""
+        """The tokens of the blocks that this forward stores: the prompt's remainder, and filled tokens."""
         tokens_NB[:num_blocks] = FILLER
         known = sequence.tokens[start : start + num_blocks * self.block_size]
         tokens_NB.reshape(-1)[: len(known)] = known

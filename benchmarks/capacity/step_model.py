@@ -25,7 +25,7 @@ CPU = "cpu"
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What one forward carries.
+    """The load of one forward.
 
     live_tokens   tokens whose outputs are read afterwards; only these choose experts
     scores        pairs of a query and a key that it attends to
@@ -42,7 +42,7 @@ class Work:
     launched: bool = False
 
     def __add__(self, other: Work) -> Work:
-        """One forward that carries both."""
+        """One forward with both loads."""
         return Work(
             tokens=self.tokens + other.tokens,
             live_tokens=self.live_tokens + other.live_tokens,
@@ -197,7 +197,7 @@ class Deployment:
         return CHIPS[self.chip]
 
     def cost(self) -> ForwardCost:
-        """What one rank's forwards cost."""
+        """The costs of one rank's forwards."""
         from benchmarks.roofline import ForwardCost
 
         return ForwardCost(

@@ -157,8 +157,8 @@ class LoadRun:
 
 
 async def send_load(send: Send, load: Load, count: int) -> LoadRun:
-    """Send `count` requests through a coroutine. A request's failure belongs into its record; what `send` raises ends
-    the load and is raised.
+    """Send `count` requests through a coroutine. A request's failure belongs into its record; an exception of `send`
+    ends the load and is raised.
     """
     start = time.perf_counter()
     try:

@@ -22,7 +22,7 @@ class AnswerReader:
         return 0 if self._calls is None else self._calls.num_calls
 
     def push(self, text: str, *, ends: bool, num_tokens: int = 1) -> TextPiece:
-        """What `text` made certain; with `ends`, nothing follows.
+        """The piece of the answer that is certain after `text`; with `ends`, nothing follows.
 
         `num_tokens` are the tokens that gave `text`. A token may give no text, and a step may have no token.
         """

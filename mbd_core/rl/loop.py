@@ -282,7 +282,7 @@ class RLRun:
         total = time.perf_counter() - began
         return rows, {"rollouts": in_rollouts, "scores": total - in_rollouts}
 
-    # What is written of a run
+    # Numbers and pages that are written
 
     def _hold_out(self, version: int, fronts: list[RecordedNumbers], *, is_last: bool) -> dict[str, float]:
         """Sweeps the held-out problems if a sweep is due and not done yet, and returns its numbers.

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from mbd_core.json_text import parse_json
 
 ROWS_AT_ONCE = 256
-"""The number of a table's rows that are Python objects at once, whatever the size of its batches."""
+"""The number of a table's rows that are Python objects at once. It does not depend on the table's batches."""
 PARQUET, ARROW_FILE, ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"  # the first bytes of files of tables
 
 ToJson = Callable[[Any], Any]

@@ -213,10 +213,10 @@ def render_markdown(measures: Sequence[RunMeasures], *, plots: Sequence[str], se
 NOTES = """Values are mean ± standard deviation over forwards or blocks. Accepted tokens count every position that
 became a token, also after an EOS. η = TPF / Q with Q = N_buf · B tokens a forward (paper Section 4.5); for "resident
 only", Q counts the resident blocks alone. A store-only forward decodes nothing: the bubble. A lifetime counts a
-block's forwards from its activation to the one that stored it; blocks that were never stored (dropped after an EOS, or
-still in the buffer when the trace ended) have none. A drafted token is judged if a verification compares it with the
-model at block size 1. At the first refusal the verification puts a token of its own, and drops the later
-drafted tokens.
+block's forwards from its activation to the forward that stored it. Blocks that were never stored (dropped after an
+EOS, or still in the buffer when the trace ended) have no lifetime. A drafted token is judged if a verification
+compares it with the model at block size 1. At the first refusal the verification puts a token of its own, and drops
+the later drafted tokens.
 """
 
 

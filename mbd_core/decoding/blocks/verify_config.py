@@ -33,7 +33,7 @@ class Verify:
     tau_off: Annotated[float, Ge(-MOST), Le(MOST)] = -5.0
     """hysteresis: a score below this ends it. An answer begins without verification."""
     cost: Annotated[float, Ge(0), Le(MOST)] = 1.0
-    """score, hysteresis: what a verification costs, in tokens."""
+    """score, hysteresis: the cost of a verification, in tokens."""
     cost_of: Literal["verification", "confident"] = "verification"
     """verification: the cost counts once. confident: once for each mask above tau_m2t, because the threshold would
     have filled these masks without a verification."""

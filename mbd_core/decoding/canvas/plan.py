@@ -237,7 +237,7 @@ class GuidedDecoder(PlannedDecoder, Protocol):
     """A decoder that can follow a grammar. It has `accept_decided` instead of `accept`.
 
     On the rank that has the guide, `decide` gives tokens and their probabilities from this forward's guesses, and lets
-    the guide take in what is decided. All ranks accept them.
+    the guide take in the decided tokens. All ranks accept them.
     """
 
     def decide(self, guide: Guide, guesses: Guesses, search: Search) -> list[tuple[int, float]]: ...

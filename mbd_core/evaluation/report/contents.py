@@ -47,7 +47,7 @@ class SweepNumbers:
     """The numbers of a report's sweeps, and the words for them.
 
     labels    column heads by task
-    settings  what a reader needs to judge the numbers
+    settings  the facts that a reader needs to judge the numbers
     times     the speeds of timed configurations
     seconds   of endpoints' answers
     harness   metrics of lm-evaluation-harness's tasks, and of the groups asked for

@@ -38,7 +38,7 @@ class SweepRecord:
     num_cases  configurations and tasks that are timed (`timed_cases`)
     timing     how they are timed, which decides no row
     labels     column heads by task
-    settings   what a reader of the report needs besides (`Sweep.settings`)
+    settings   further facts for a reader of the report (`Sweep.settings`)
     """
 
     plan: Mapping[str, Any]

@@ -31,7 +31,7 @@ class Sweep:
 
     models    name -> folder, an argument of `model_folder`
     endpoints name -> endpoint, for the models that are asked over HTTP
-    tasks     the problems, and what models are given for each
+    tasks     the problems, and the models' input for each
     methods   the decoding fields of each method in the sweep
     notes     remarks for a reader of the numbers
     """

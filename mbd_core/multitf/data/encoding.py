@@ -42,7 +42,7 @@ class EncodedChat:
 
 @dataclass(frozen=True)
 class EncodedRow:
-    """A conversation's samples. There are none if it is too long, or if `error` says what is wrong with it."""
+    """A conversation's samples. There are none if it is too long, or if it has the `error`."""
 
     samples: tuple[EncodedChat, ...] = ()
     is_too_long: bool = False

@@ -15,7 +15,7 @@ TOOLS = ("tools", "functions")
 
 FLAGS = {"weight": True, "loss": True, "trainable": True, "train": True, "train_on_turn": True, "training": True}
 FLAGS |= {"masked": False}
-"""Fields of a turn that say whether it is trained, and what of it their true value means."""
+"""Fields that say whether a turn is trained. `True`: a true value trains the turn; `False`: it leaves the turn out."""
 REASONING = ("reasoning_content", "reasoning", "thinking")
 
 LAST = """

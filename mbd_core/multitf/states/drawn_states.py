@@ -69,8 +69,8 @@ def drawn_rows(
 ) -> tuple[SequenceColumns, SequenceColumns]:
     """An answer's training sequence of drawn states, and the same states block by block, which a teacher may read.
 
-    Labels are the answer's tokens without its EOS and what is behind it, and have equal weights with the sum 1.
-    Raises `ValueError` if nothing predicts an answer's first token.
+    Labels are the answer's tokens before its EOS. They have equal weights with the sum 1. Raises `ValueError` if
+    nothing predicts an answer's first token.
     """
     if not answer.prompt:
         raise ValueError("an answer without a prompt cannot be taught: no teacher predicts its first token")

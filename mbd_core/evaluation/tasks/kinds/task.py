@@ -35,8 +35,8 @@ class Problem:
 class Grade:
     """Whether the text is right, and the reason; `correct` follows the task's rule.
 
-    strict, flexible   math: both answers as found, and which are right
-    base, plus         EvalPlus's tasks: whether the base inputs pass, and whether these and the plus inputs do
+    strict, flexible   math: both answers as found; `strict_correct` and `flexible_correct`: whether they are right
+    base, plus         EvalPlus's tasks: whether the base inputs pass, and whether base and plus inputs pass
     """
 
     correct: bool
@@ -93,10 +93,11 @@ class Task:
     row         the `TypedDict` of a row; rows of a file may have further columns
     generate    draws rows; a task without it reads its rows from a file that the user names
     packaged    reads the rows that an installed package has, or the copy of them that the user names
-    asks_calls  whether a problem's prompt is a chat with functions (`ToolChat`), and answers are what it writes
+    asks_calls  whether a problem's prompt is a chat with functions (`ToolChat`); answers are then in the form that the
+                chat writes
     max_tokens  tokens of an answer to a generated problem, at most; for a file's problems the recipe has the limit
     is_asked    whether a row is one of the task's problems; the others are passed over
-    other_form  what to do with rows that lack a column because they have another form of the benchmark
+    other_form  advice for rows that lack a column because they have another form of the benchmark
     """
 
     name: str
