@@ -111,7 +111,8 @@ def measure_batch(
 
 
 def is_batched(canvas: Canvas | None) -> bool:
-    """Whether `own_batch` decodes such a canvas: whole forwards alone, a number a step or a threshold."""
+    """Whether `own_batch` decodes such a canvas: only whole forwards, and accepted by a number a step or a
+    threshold."""
     if canvas is None:
         return False
     plain = Canvas(block_length=canvas.block_length, steps=canvas.steps, accept=canvas.accept, tau=canvas.tau)

@@ -94,7 +94,9 @@ def run_arrivals(
     deployment: Deployment,
     traffic: Traffic,
     replicas: Annotated[tuple[Annotated[int, Ge(1)], ...], Flag("Engines.", CLUSTER, commas=True)] = (1,),
-    rate_each: Annotated[bool, Flag("--rate is one replica's: it grows with their number.", LOAD)] = False,
+    rate_each: Annotated[
+        bool, Flag("--rate is the rate of each replica, and so the whole rate grows with their number.", LOAD)
+    ] = False,
     routing: Annotated[Routing, Flag("Where requests go; load: the less busy of two.", CLUSTER)] = "prefix",
     buffer: Annotated[int, Ge(1), Flag("Slots of a sequence.", DECODING)] = 2,
     tpf: Annotated[float, Gt(0), Flag("Tokens a forward.", DECODING)] = 6.19,

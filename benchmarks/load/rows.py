@@ -59,7 +59,7 @@ class LatencyObjective:
     limits: Mapping[str, float]
 
     def is_met(self, record: RequestRecord) -> bool:
-        """Whether the request ended as promised and in time; a latency that it does not have is in time."""
+        """Whether the request ended as promised and in time. A limit on a latency that it does not have is met."""
         latencies = {name: getattr(record, SLO_FIELDS[name]) for name in self.limits}
         return record.error is None and all(v is None or v <= self.limits[name] for name, v in latencies.items())
 

@@ -41,7 +41,7 @@ def run(
     model: Annotated[
         str | None,
         Flag(
-            "With --url: what the endpoints call it (default: the one that they serve). Else a shipped model, a "
+            "With --url: the model's name at the endpoints (default: their only one). Else a shipped model, a "
             f"folder, or a shape with random weights: {', '.join(SHAPES)} (default: sdar-50m).",
             MODEL,
         ),
@@ -66,7 +66,7 @@ def run(
         ),
     ] = None,
     repeats: Annotated[int, Ge(1), Flag("Rounds; the targets take turns in each.", LOAD)] = 3,
-    warm_up: Annotated[int, Ge(0), Flag("Requests to each target before it counts.", LOAD)] = 4,
+    warm_up: Annotated[int, Ge(0), Flag("Requests to each target before the measured ones.", LOAD)] = 4,
     request_seconds: RequestSeconds = 600.0,
     max_tokens: MaxTokens = 64,
     extra_body: Annotated[
@@ -133,8 +133,7 @@ def run(
     print_report(report)
 
 
-# -- options, loads and prompts
-# --------------------------------------------------------------------------------------------
+# -- options, loads and prompts -------------------------------------------------------------------------------------
 
 
 def _loads(concurrency: Sequence[int], rates: Sequence[float], seed: int) -> list[Load]:

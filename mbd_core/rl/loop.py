@@ -304,7 +304,7 @@ class RLRun:
             fronts.append(front_line(version, threshold, summary))
             values |= {f"sweep_{name}_{threshold:g}": fronts[-1][name] for name in ("accuracy", "tpf")}
         if version and self.recipe.held_out.keep_best and not sweeps_since_best(fronts):
-            best = self._write_model(BEST)  # before the lines, which tell a resumed run of it
+            best = self._write_model(BEST)  # before its lines, from which a resumed run knows that it is written
             say(f"the best front until now: its model is {best}")
         self.folder.write_lines(HELD_OUT, fronts)
         points = "  ".join(
@@ -327,7 +327,7 @@ class RLRun:
         return limit is not None
 
     def _is_last(self, lines: Sequence[RecordedNumbers]) -> bool:
-        """Whether no iteration follows these, whatever a sweep says."""
+        """Whether no iteration follows these, sweeps left aside."""
         return len(lines) == self.recipe.iterations or ended_by(self.recipe, lines, ()) is not None
 
     def _write_samples(self, iteration: int, rows: Sequence[ScoredRow]) -> None:

@@ -26,7 +26,7 @@ def rollout_numbers(
     """Statistics of an iteration's rollouts. `rows` have their scores; `answers` are the decoded answers, at least one
     of them with a reward.
 
-    reward         the mean of the weighted sum; `reward_*` its parts, over the answers to which they apply
+    reward         the mean of the weighted sum; `reward_*` the mean of each part, over the answers that have it
     unrewarded     answers without any reward; `failed` answers whose function or service failed, with its sentences
     correct, tpf   means over answers; `tpf_range` the mean over groups of the largest less the smallest
     tokens         useful tokens of an answer; `eos` and `overlong` are shares, `undecoded` is a count

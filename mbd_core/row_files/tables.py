@@ -21,7 +21,7 @@ ToJson = Callable[[Any], Any]
 
 
 def table_rows(file: Any, head: bytes) -> Iterator[dict[str, Any]]:
-    """The rows of an unpacked file of a table that begins with `head`."""
+    """The rows of a table in an unpacked file, whose first bytes are `head`."""
     if not file.seekable():
         file = io.BytesIO(file.read())
     for batch in _batches(file, head):
@@ -32,7 +32,8 @@ def table_rows(file: Any, head: bytes) -> Iterator[dict[str, Any]]:
 
 
 def _batches(file: Any, head: bytes) -> Iterator[pa.RecordBatch]:
-    """Parquet, Arrow's file format, or its stream format, which data sets of Hugging Face have."""
+    """The batches of a file in Parquet, in Arrow's file format, or in its stream format, as Hugging Face's data
+    sets."""
     if head.startswith(PARQUET):
         yield from pq.ParquetFile(file).iter_batches(ROWS_AT_ONCE)
     elif head.startswith(ARROW_FILE):

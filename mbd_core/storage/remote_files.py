@@ -89,7 +89,7 @@ def read_manifest(system: Any, path: str, files: Mapping[str, Any]) -> str | Non
 
 
 def version_of(location: str, files: Mapping[str, Mapping[str, Any]]) -> tuple[str, str]:
-    """The digest of a folder's URL, and the digest of its version: of the `file_version` of all files."""
+    """The digest of a folder's URL, and the digest of its version, which is the `file_version` of all its files."""
     versions = [(name, file_version(files[name])) for name in sorted(files)]
     return _digest(location)[:8], _digest(versions)[:16]
 

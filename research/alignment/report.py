@@ -115,12 +115,12 @@ NOTES = """A state is the mask ratios of the blocks that one forward decodes: th
 blocks of a noise-group in training. Blocks waiting to be stored are final and count as prefix; forwards that only
 store are no states. In brackets are 95 % intervals, by a bootstrap over problems; the training states are drawn once.
 
-- δ_R: total variation of the sizes, a lower bound of Eq. A.5's, which is of the running-sets. TV, W1 of a slot: its
-  mask ratios, over all sizes; TV in bins, W1 of the values.
+- δ_R: total variation of the sizes. It is a lower bound of Eq. A.5's, which compares the running-sets themselves. TV
+  and W1 of a slot are of its mask ratios, over all sizes; TV in bins, W1 of the values.
 - W1 of vectors, under the l1 metric, lies between the sum of the slots' own W1 (lower) and the cost of an explicit
-  coupling (upper). δ_t is the largest over the sizes with at least 30 states on both sides, so not
-  Eq. A.5's where rarer sizes are farther; the mean weighs them as inference has them.
-- `fitted` is fitted to the even-numbered problems; every distance is from the odd-numbered ones.
+  coupling (upper). δ_t is the largest over the sizes with at least 30 states on both sides. Eq. A.5's is larger if
+  rarer sizes are farther apart. The mean weighs each size as often as inference has it.
+- `fitted` is fitted to the even-numbered problems; every distance is from the odd-numbered problems.
 """
 
 

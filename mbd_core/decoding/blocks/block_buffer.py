@@ -62,7 +62,7 @@ class Commit:
 class Rewritten:
     """The new contents of the rows `rows_R` (R,), whose slots the host has written anew.
 
-    stored_RN  the blocks that are final, and were final in this step's forward
+    stored_RN  the final blocks whose tokens were final already in this step's forward
     """
 
     rows_R: Tensor
@@ -190,8 +190,8 @@ class BlockBuffer:
 
     @property
     def asked_RNB(self) -> Tensor:
-        """The positions that need logits: a forward may fill or revise them. So does the first position of a block
-        whose store carries: its logits predict the position behind the block."""
+        """The positions that need logits, because a forward may fill or revise them. If the store of a block carries,
+        its first position needs logits too: they predict the position behind the block."""
         changes = self.masked_RNB | (self.settings.edits_R + self.settings.softens_R > 0)[:, None, None]
         asked_RNB = changes & self.editable_RNB & self.active_RN[..., None]
         asked_RNB[..., 0] |= self.carried_RN

@@ -9,7 +9,8 @@ from mbd_core.decoding.blocks.sampling_config import Sampling
 
 @dataclass(frozen=True)
 class StepWork:
-    """Which optional parts of a step some batch row needs; a step that does more than a row needs does not change it.
+    """The optional parts of a step that some batch row needs. A part that a row does not need leaves the row
+    unchanged.
 
     draws      tokens are drawn (temperature above 0)
     truncates  they are drawn from a part of the vocabulary (top_k or top_p), which takes a sort

@@ -82,7 +82,7 @@ def _plain(schema: Any, references: set[str]) -> Any:
 
 
 def _exclude_each_other(options: Any) -> bool:
-    """Whether at most one option is no schema of constants, and no constant is valid under two options."""
+    """Whether all options but at most one are schemas of constants, and no constant is valid under two options."""
     if not isinstance(options, list) or not all(type(option) is dict for option in options):
         return False
     constants = set[Any]()
@@ -140,8 +140,8 @@ def _pattern_validator(pattern: str) -> "SchemaValidator":
 def check_bounds(schema: str) -> None:
     """Raises `GrammarRefused` for bounds that llguidance compiles wrongly, naming their places.
 
-    For numbers, it takes an exclusive whole bound itself if the other bound is less than 1 away. For objects, a name
-    that is written twice counts twice for `minProperties`, which can hold only for names beyond the required ones.
+    Numbers: it allows an exclusive whole bound itself if the other bound is less than 1 away. Objects: a name that is
+    written twice counts twice for `minProperties`; this can only happen to names that are not required.
     """
     root = json.loads(schema)
     parts: list[tuple[Path, Any]] = [((), root)]

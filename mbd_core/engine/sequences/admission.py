@@ -57,7 +57,8 @@ class AdmittedRequest:
     """A request that its engine can serve; only `Admission.check` makes one.
 
     checked_at  time of the check, in seconds of `time.perf_counter`; the request waits from then on
-    guide       its compiled grammar; the engine compiles it if `None`. On the ranks that follow: the grammar's state
+    guide       its compiled grammar; if `None`, the engine compiles the grammar. A follower's guide is the grammar's
+                state
     """
 
     request: Request

@@ -228,7 +228,8 @@ def standard_streams() -> Callable[[Callable[[], Any]], Callable[[str], str]]:
     """Put standard streams in place, the same for all inputs, because a program may import them by name. The returned
     function turns a function that reads and prints into a function from the input to the output.
 
-    Each stream has its `buffer`, and text and bytes have one place in it. Neither has a file descriptor.
+    Each stream has a `buffer`; reading text and reading bytes move the same place in it. Neither stream has a file
+    descriptor.
     """
     import builtins
     import contextlib

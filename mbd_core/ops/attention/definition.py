@@ -30,8 +30,9 @@ class RowLayout:
     page_table_RP  each row's pages; the entries after them must be valid page numbers too
     page_size      tokens a page
     causal_R       marks rows that are causal inside, bool; `None`: no row. A causal row has no more queries than keys
-    window         a query sees the last `window - 1` keys before it; in a row that is not causal, before the row, and
-                   all of the row's own keys. No row then has more queries than keys. `None`: all keys
+    window         in a causal row a query sees itself and the last `window - 1` keys before it; in another row it sees
+                   the row's keys and the last `window - 1` keys before the row. No row then has more queries than
+                   keys. `None`: all keys
     gap_R          the number of hidden keys directly before a query's own keys: the row's keys stand that many places
                    behind their positions. A query's own keys are its own key in a causal row, otherwise all keys of
                    the row. `None`: no row has a gap. Never with a `window`

@@ -284,7 +284,7 @@ class OpenChoices:
 
     @contextmanager
     def opening(self, client: str, number: int) -> Iterator[None]:
-        """Count `number` choices during the block, which opens them. Raises the error of `check`."""
+        """Count `number` choices while the block opens them. Raises the error of `check`."""
         self.check(client, number)
         self._opening[client] += number
         try:

@@ -19,8 +19,8 @@ _ELLIPSIS = ("..", r"\.")
 
 
 def undressed(content: str) -> str:
-    """A content without spaces and marks of thousands, bold letters, a formula's delimiters or braces around all of
-    it, and the sentence's last mark behind it."""
+    """A content without spaces and marks of thousands. Bold letters, a formula's delimiters and braces around the
+    whole are removed, and so is the sentence's last mark behind it."""
     content = _DOLLAR_TEXT.sub(r"\\$", THOUSANDS.sub("", content))
     for _ in range(MOST_LAYERS):
         content = _EDGES.sub("", content)
