@@ -21,8 +21,8 @@ class Wording:
              the assistant; `plain`: text without a chat template
     text     the problem, with {question} (in words) and, for MBPP and LiveCodeBench, {tests}
     answer   the text around an example's answer, with {answer}
-    joint    the text between an example's problem and its answer, if both are in one text separator between examples
-    in one text
+    joint    the text between an example's problem and its answer, if both are in one text
+    separator the text between examples in one text
     system   the chat's system turn, if it has one
     """
 

@@ -1,7 +1,8 @@
 """Checkpoints of a run in a folder or at a URL that fsspec knows: PyTorch's distributed format, each worker's part.
 
-    step_000100/   __0_0.distcp, __1_0.distcp each worker's part of weights and optimizer states .metadata where each
-                   tensor lies (DCP) checkpoint.json step, recipe, precision, losses so far; written last
+    step_000100/   __0_0.distcp, __1_0.distcp   each worker's part of weights and optimizer states
+                   .metadata                    where each tensor lies (DCP)
+                   checkpoint.json              step, recipe, precision, losses so far; written last
 
 A folder without `checkpoint.json` was not written to its end, and is not read. Tensors are stored by name and by their
 place in the whole, so that other numbers of workers, and replicated or sharded weights, go on from the same files.

@@ -149,8 +149,8 @@ class StateConfig:
                       `sum(CE / t) / sum(1 / t)` (`self_normalised`), D2F's, the mean of `CE / t` (`ratio_mean`), or
                       the mean of CE (`label_mean`)
     `complementary`   a second stream for each noisy stream, which masks exactly the answer's tokens that the first
-    stream shows, so that each token is a label once (Fast-dLLM v2) `half_life_ratio` positions later in a block are
-    masked more often where its ratio is low (`choose_masked`); the
+                      stream shows, so that each token is a label once (Fast-dLLM v2)
+    `half_life_ratio` positions later in a block are masked more often where its ratio is low (`choose_masked`); the
                       half-life is this share of a block
     `block_warmup`    pairs (share of the run's updates, block size): up to that share of the updates blocks have this
                       size instead, and after the last of them `block_size` (`block_warmup`)

@@ -16,7 +16,7 @@ Judgement = Literal["strict", "flexible", "base", "plus"]
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One problem. `prompt` is the user's question; Its answers are graded by `reference`: the right number or
+    """One problem. `prompt` is the user's question. Its answers are graded by `reference`: the right number or
     expression, or a text that the task's grader packed.
 
     text, tests   MBPP's: the question in words, and the tests that a recipe may show; its `prompt` is code.
