@@ -67,9 +67,8 @@ def test_a_grid_that_cannot_be_run_is_refused(text: str, reason: str) -> None:
 
 @pytest.mark.parametrize("field", ["buffer_size=2,4", "tau_add=0.1", "tau_semi=0.9"])
 def test_a_field_of_several_slots_is_refused_where_no_method_has_them(field: str) -> None:
-    said = (
-        f"grid field '{field.partition('=')[0]}' concerns none of the methods single; it needs a method with several slots"
-    )
+    name = field.partition("=")[0]
+    said = f"grid field '{name}' concerns none of the methods single; it needs a method with several slots"
     with pytest.raises(ValueError, match=said):
         variants(field, "single")
     assert len(variants(field, "single", "multi")) == 1 + len(field.split(","))
