@@ -95,7 +95,8 @@ def kinds_of(task: str, golds: Sequence[str], *, number: int, seed: int) -> Iter
 
 
 def _in_place(place: str, golds: Sequence[str], gold: str, draw: random.Random) -> str | None:
-    """A gold that is a number where an answer stands, with another number before or behind it."""
+    """A text with a gold in the place of an answer, and another number before or behind it; only for golds that are
+    numbers."""
     value, other = value_of(gold), value_of(draw.choice(golds))
     if value is None or other is None or value == other or "." in gold or "frac" in gold:
         return None

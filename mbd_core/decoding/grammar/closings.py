@@ -56,9 +56,9 @@ class Vocabulary(Protocol):
 class Closings:
     """Searches for short ends of answers, in two ways.
 
-    The quick way takes tokens that close something, which ends JSON. The thorough way takes tokens after which little,
-    or something new, may follow. At each position, both try whether one more token, or a literal of the grammar, ends
-    the answer.
+    The quick way takes tokens that close something; it suffices for JSON. The thorough way takes tokens behind
+    which few tokens are allowed, or another set of tokens than before. At each position, both ways try whether one
+    more token, or a literal of the grammar, ends the answer.
     """
 
     def __init__(self, tokenizer: LLTokenizer, *, eos_token_id: int, forbidden: Sequence[int]) -> None:

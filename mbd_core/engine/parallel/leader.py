@@ -3,7 +3,7 @@
 Before each step rank 0 sends the other ranks the requests added, aborted and preempted since the last step; they make
 the same calls and step with it. Adapters and weights come between two steps, on all ranks or on none; each rank reads
 its own part. A step's decisions follow from the logits alone, which are the same on every rank bit for bit, and from
-no clock and no random state. Decisions of the host within a step cross too, as under grammars: only rank 0 has a
+no clock and no random state. The host's decisions within a step are sent too, as under grammars: only rank 0 has a
 grammar's state and limits. A fingerprint of rank 0's state goes with each step. A rank with another fingerprint is out
 of step, and ends.
 """

@@ -21,11 +21,11 @@ HEADS = (*SUBJECT, "Problems", "Only it", "Only the baseline", "Difference [95 %
 DEFINITIONS = (
     "Difference: accuracy minus that of the task's baseline on the same problems, in percentage points, with "
     "percentiles of 2,000 draws of problems (paired bootstrap), all seeds of a problem together. A single problem "
-    "has no interval. If no answer differs, the interval has no width, which is no certainty. Only it, only the "
-    "baseline: problems on which one of the two alone is right, or is right under more seeds; p: two-sided sign test "
-    "of these counts, for each row by itself. With many rows some differences are clear by chance. The baseline is "
-    "the most accurate configuration of the report's first model and method. It was chosen on these samples, which "
-    "biases differences from it downwards:"
+    "has no interval. If no answer differs, the interval has no width, which is no certainty. The columns 'Only it' "
+    "and 'Only the baseline' count the problems on which only one of the two is right, or is right under more seeds. "
+    "p is the two-sided sign test of these counts, for each row by itself. With many rows some differences are clear "
+    "by chance. The baseline is the most accurate configuration of the report's first model and method. It was "
+    "chosen on these samples, which biases differences from it downwards:"
 )
 RightByDraw = Mapping[tuple[str, int, int], bool]  # by problem, seed and number
 

@@ -185,7 +185,7 @@ def _check_joinable(folders: Sequence[Path], records: Sequence[SweepRecord]) -> 
 
 
 def _meanings(record: SweepRecord) -> Iterator[tuple[str, Any]]:
-    """The meaning of each name of a sweep, and the sentence for a sweep in which it means something else."""
+    """The names of a sweep, as the subject of a sentence, each with its meaning in this sweep."""
     for name, digest in record.plan["models"].items():
         yield f"the files of model '{name}'", digest
     for name, task in record.plan["tasks"].items():

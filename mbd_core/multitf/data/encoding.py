@@ -85,11 +85,11 @@ def encode_rows(
     of the template of the conversation up to the answer's end, as text and as tokens. Control tokens that a message
     spells are text, in answers too.
 
-    `every`: train all answers, each turn of the assistant after a user's or a tool's, without a chat's `untrained`. An
-    answer that is a prefix of the next answer's sample, token by token, is part of that sample. If the template shows
-    earlier turns otherwise, the answer is a sample of its own. A conversation is too long if a sample has more than
-    `max_length` tokens with its EOS. A conversation of at least twice that number by `least_tokens` is not tokenised
-    at all.
+    `every`: train all answers except a chat's `untrained`; an answer is a turn of the assistant after a user's or a
+    tool's turn. An answer that is a prefix of the next answer's sample, token by token, is part of that sample. If the
+    template shows earlier turns otherwise, the answer is a sample of its own. A conversation is too long if a sample
+    has more than `max_length` tokens with its EOS. A conversation of at least twice that number by `least_tokens` is
+    not tokenised at all.
     """
     rows: list[EncodedRow | None] = []
     texts: list[list[tuple[MaskedText, MaskedText]]] = []

@@ -144,10 +144,10 @@ class StateConfig:
     `random_sizes`    how random layouts are drawn: as in the paper, or repaired and shuffled as in the released code
     `span`            layouts partition the whole content (App. B.1), or begin at the first block with a response
                       token, where decoding begins
-    `weighting`       Eq. B.11 (`masked_mean`), Eq. B.13 (`block_ratio`), `sum(CE / t)` over the number of the answer's
-                      tokens, the bound of BD3LM (`nelbo`); over the labels of the whole batch SDAR's released loss,
-                      `sum(CE / t) / sum(1 / t)` (`self_normalised`), D2F's, the mean of `CE / t` (`ratio_mean`), or
-                      the mean of CE (`label_mean`)
+    `weighting`       of a sample's labels: Eq. B.11 (`masked_mean`), Eq. B.13 (`block_ratio`), or BD3LM's bound,
+                      `sum(CE / t)` over the number of the answer's tokens (`nelbo`). Of the whole batch's labels:
+                      SDAR's released loss, `sum(CE / t) / sum(1 / t)` (`self_normalised`), D2F's loss, the mean of
+                      `CE / t` (`ratio_mean`), or the mean of CE (`label_mean`)
     `complementary`   a second stream for each noisy stream, which masks exactly the answer's tokens that the first
                       stream shows, so that each token is a label once (Fast-dLLM v2)
     `half_life_ratio` positions later in a block are masked more often where its ratio is low (`choose_masked`); the

@@ -32,7 +32,7 @@ from mbd_core.ops.launch import Kernel, launch, power_of_two
 _MOST_ROWS = 128  # queries times heads that a program holds: more would not fit into its registers
 _EXACT_ROWS = 64  # the same for `exact` layouts, whatever else is in the batch
 _PROGRAMS = 132  # one for each multiprocessor of an H100: two of the largest do not fit
-# stages of the loop over keys: page numbers, then keys and values; with fewer than 5 no load overtakes a product
+# stages of the loop over keys: page numbers, then keys and values; with fewer than 5 no load runs ahead of a product
 _STAGES = 5
 _WIDE_STAGES = 2  # the same of heads above 256 channels: more would not fit into shared memory
 _MOST_SPLITS = 16  # each split's sums are written and read again
