@@ -41,8 +41,8 @@ SOLUTIONS = replace(
     data=replace(LEDGER_MBD.data, per_task=TEACHER.answers * TEACHER.iterations, seed=FRESH_STREAMS),
     train=replace(TEACHER.train, steps=TEACHER.iterations, batch_size=TEACHER.answers, teacher=None),
 )
-"""MultiTF on the same number of right solutions, with the teacher's optimizer, rate and batch: a recipe of `mbd
-train`."""
+"""MultiTF on the same number of right solutions, with the teacher's optimizer, rate and batch. It is a recipe of
+`mbd train`."""
 
 TEACHER_ARMS: dict[str, RLRecipe | TrainingRecipe] = {arm.name: arm for arm in (TEACHER, SOLUTIONS, REWARD)}
 NAMES = {
