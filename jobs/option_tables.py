@@ -92,7 +92,8 @@ def _paths() -> Table:
 
 
 def _command_tables() -> Iterator[Table]:
-    """A table for each command. `MANY` rows or more that a larger command also has are only named."""
+    """A table for each command. If a command shares `MANY` rows or more with a larger command, these rows are only
+    named."""
     commands = list(described_commands())
     rows = {name: {_name(main, item): _row(item) for item in by_panel(main.options)} for name, _, main in commands}
     for name, module, _ in commands:

@@ -197,8 +197,8 @@ def check_run(run: TrainingRun, *, resume: bool) -> str | None:
 def check_progress(folder: Folder, *, every: int) -> int | None:
     """The updates of a run without a checkpoint; `None` for a run with one.
 
-    Raises `ValueError` for a run whose progress is lost: parts of checkpoints and no whole one, or the losses of
-    `every` updates, after which a checkpoint begins, and no checkpoint.
+    Raises `ValueError` for a run whose progress is lost. Such a run has parts of checkpoints, but no whole one; or it
+    has the losses of `every` updates, after which a checkpoint begins, but no checkpoint.
     """
     system, path = folder.filesystem()
     names = [str(file).rstrip("/").rpartition("/")[2] for file in system.ls(path, detail=False)]

@@ -103,7 +103,7 @@ class StepGraphs:
         `wait` a running graph ends later.
 
         NCCL destroys a communicator only when no graph holds it. The next capture takes another memory pool, because
-        torch refuses a pool that a tensor uses but no graph.
+        torch refuses a pool that tensors use without a graph.
         """
         if self._captured_steps and wait:
             torch.cuda.synchronize(self.state.tables_RP.device)

@@ -48,8 +48,8 @@ def without_sentinels(out_TD: Tensor, ids_TK: Tensor, num_experts: int) -> Tenso
 ExpertsFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """x (T, D), gate (E, F, D), up (E, F, D), down (E, D, F), ids (T, K), weights (T, K) -> (T, D), as `loop_experts`."""
 MANY = 32
-"""The number of tokens an expert from which the grouped products are used. It has not been measured: it is two tiles
-of the fused kernel, which reads an expert's weights again for every tile."""
+"""Grouped products are used from this mean number of tokens for each expert on. It has not been measured: it is two
+tiles of the fused kernel, which reads an expert's weights again for every tile."""
 
 
 def loop_experts(
@@ -132,8 +132,8 @@ def fused_experts(
 class ExpertsKernel:
     """The implementation in use. `reasons` has one sentence for every other implementation: why it is not used.
 
-    fused_below  tokens an expert below which the Triton kernels compute it; they can return the parts before the sum,
-                 with the shared experts among them
+    fused_below  the Triton kernels compute a layer with fewer tokens for each expert; they can return the parts before
+                 the sum, with the shared experts among them
     """
 
     name: str
