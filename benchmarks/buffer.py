@@ -153,7 +153,7 @@ def run_at_load(engine: Engine, requests: Sequence[Request], *, answers: int) ->
                     num_answers += 1
                     engine.add(next(stream))
 
-    with engine.pacer.without_streams():  # so the same steps store the same prompts, whatever the machine's speed
+    with engine.pacer.without_streams():  # steps store the same prompts at any speed of the machine
         serve(rows)
         counts.block_lifetimes.take()
         tokens, forwards = counts.committed_tokens, counts.sequence_forwards

@@ -103,7 +103,7 @@ def _places(folders: Sequence[Path]) -> dict[ReportKey, list[SamplePlace]]:
     """Where every sample lies, by its configuration. A sample in several folders lies in the first of them."""
     places: dict[ReportKey, list[SamplePlace]] = {}
     plans: list[Any] = []
-    keys_so_far: set[tuple[Any, ...]] = set()  # of the configuration's number, for a key is slow to hash
+    keys_so_far: set[tuple[Any, ...]] = set()  # with the configuration's number, because a key is slow to hash
     numbers: dict[tuple[str, ...], int] = {}
     for folder in folders:
         record = read_record(folder)
