@@ -9,7 +9,7 @@ Each forward of drafts is one of Algorithm 4. Then one verification judges the f
 in order. The judge sees the text before the run, with the draft in the place of every mask:
 
 - the first block takes the tokens that are accepted before the first refusal, and the judge's token at the refusal; if
-these are fewer than `tokens_per_step`, it also takes the most confident drafts;
+  these are fewer than `tokens_per_step`, it also takes the most confident drafts;
 - behind a refusal, later blocks keep the tokens that were accepted behind the drafts, and take no token of the judge;
 - if the answer must be exact, later blocks keep nothing: it has the tokens of block size 1, from left to right.
 
