@@ -75,7 +75,7 @@ class Parameter:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Function:
+class PythonFunction:
     """A function of the standard library. `does` is its docstring's first sentence, which begins with a verb."""
 
     module: str
@@ -101,9 +101,9 @@ class Function:
 
 
 @cache
-def functions() -> list[Function]:
+def functions() -> list[PythonFunction]:
     """The public functions of the standard library whose parameters' types are known, by name."""
-    found: dict[str, Function] = {}
+    found: dict[str, PythonFunction] = {}
     for module in sorted(sys.stdlib_module_names - LOADING):
         if module.startswith("_"):
             continue
@@ -123,7 +123,7 @@ def functions() -> list[Function]:
     return [function for function in by_name if function.does.split(" ", 1)[0] in verbs]
 
 
-def _function(module: str, name: str, member: Any) -> Function | None:
+def _function(module: str, name: str, member: Any) -> PythonFunction | None:
     """The function behind a name of a module; `None` if it is none, or its sentence or a parameter cannot be asked."""
     if name.startswith("_") or not (inspect.isfunction(member) or inspect.isbuiltin(member)):
         return None
@@ -141,7 +141,7 @@ def _function(module: str, name: str, member: Any) -> Function | None:
         return None
     if all(parameter.default is not None for parameter in known):
         return None
-    return Function(module=module, name=name, does=first, parameters=known)
+    return PythonFunction(module=module, name=name, does=first, parameters=known)
 
 
 def _parameter(parameter: inspect.Parameter) -> Parameter | None:

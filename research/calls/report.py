@@ -24,7 +24,7 @@ from research.tables import table_lines
 
 KIND, ROWS, TIMES = "judged calls", "rows.jsonl", "times.jsonl"
 GRAMMAR, FREE, NONE_FITS = "bfcl:multiple", "bfcl-free:multiple", "bfcl:irrelevance"
-Arm = tuple[str, str]
+SweptArm = tuple[str, str]
 """A model and a method."""
 Step = Literal["is_call", "is_valid", "is_function", "is_right"]
 STEPS: Mapping[Step, str] = {
@@ -63,7 +63,7 @@ class JudgedAnswer:
     forwards: int
 
     @property
-    def arm(self) -> Arm:
+    def arm(self) -> SweptArm:
         return self.model, self.method
 
 
@@ -78,7 +78,7 @@ class TimedAnswer:
     seconds: float
 
     @property
-    def arm(self) -> Arm:
+    def arm(self) -> SweptArm:
         return self.model, self.method
 
 
@@ -166,7 +166,7 @@ def report(answers: Sequence[JudgedAnswer], times: Sequence[TimedAnswer]) -> lis
 
     The first arm is the control.
     """
-    of: dict[tuple[Arm, str], list[JudgedAnswer]] = defaultdict(list)
+    of: dict[tuple[SweptArm, str], list[JudgedAnswer]] = defaultdict(list)
     for row in answers:
         of[row.arm, row.task].append(row)
     arms = list(dict.fromkeys(row.arm for row in answers))
@@ -191,7 +191,7 @@ def report(answers: Sequence[JudgedAnswer], times: Sequence[TimedAnswer]) -> lis
     ]
 
 
-def _arm_lines(arm: Arm, of: Mapping[tuple[Arm, str], Sequence[JudgedAnswer]]) -> Iterator[list[Cell]]:
+def _arm_lines(arm: SweptArm, of: Mapping[tuple[SweptArm, str], Sequence[JudgedAnswer]]) -> Iterator[list[Cell]]:
     for task, grammar in ((FREE, "no"), (GRAMMAR, "yes"), (NONE_FITS, "yes, none fits")):
         if rows := of.get((arm, task)):
             shares = [f"{100 * sum(getattr(row, step) for row in rows) / len(rows):.1f}" for step in STEPS]
@@ -201,7 +201,9 @@ def _arm_lines(arm: Arm, of: Mapping[tuple[Arm, str], Sequence[JudgedAnswer]]) -
             yield [*arm, grammar, *shares, f"{tpf:.2f}"]
 
 
-def _pair_lines(arm: Arm, control: Arm, of: Mapping[tuple[Arm, str], Sequence[JudgedAnswer]]) -> Iterator[list[Cell]]:
+def _pair_lines(
+    arm: SweptArm, control: SweptArm, of: Mapping[tuple[SweptArm, str], Sequence[JudgedAnswer]]
+) -> Iterator[list[Cell]]:
     """Exact sign tests: the arm beside the control, and with a grammar beside without."""
     named = " ".join(arm)
     if arm != control:
@@ -218,7 +220,7 @@ def _alone(first: Sequence[JudgedAnswer], second: Sequence[JudgedAnswer], step: 
     return wins, losses, p_text(sign_test(wins, losses))
 
 
-def _time_lines(arm: Arm, times: Sequence[TimedAnswer]) -> Iterator[list[Cell]]:
+def _time_lines(arm: SweptArm, times: Sequence[TimedAnswer]) -> Iterator[list[Cell]]:
     """The median of the requests' milliseconds a forward."""
     free, held = (
         [1000 * row.seconds / row.forwards for row in times if row.arm == arm and row.task == task]
