@@ -90,8 +90,8 @@ class CountColumns(TypedDict, total=False):
 
 
 class DraftColumns(TypedDict, total=False):
-    """The number of drafted tokens that verifications judged, the number that they confirmed, and the number of positions
-    that the forwards computed. Folders of earlier versions lack them."""
+    """The number of drafted tokens that verifications judged, the number that they confirmed, and the number of
+    positions that the forwards computed. Folders of earlier versions lack them."""
 
     num_drafted_tokens: int | None
     num_confirmed_tokens: int | None
