@@ -15,7 +15,7 @@ from mbd_core.batch.parts import NumberedTable, Part
 from mbd_core.batch.postprocess import Postprocess
 from mbd_core.batch.rows import DECODED_COLUMNS, PLANNED_COLUMNS, PlannedRow, with_draws
 
-MOST_DEATHS = 2  # processes that a part may kill, and later each of its samples
+MOST_DEATHS = 2  # processes that a part may kill; each of its samples may later kill as many
 MOST_LOST = 4  # parts, or samples, before a model that decodes nothing ends the batch
 DEATH_TEXT = f"the engine's process died {MOST_DEATHS} times while it decoded this sample"
 NO_SAMPLES = DECODED_COLUMNS.empty_table()  # the result of samples that killed too many processes

@@ -138,7 +138,7 @@ class TimedRow(TypedDict):
     `problem_id` are null.
 
     begun, ended    when the engine got the request, and when it gave the answer, in seconds of one clock
-    decode_seconds  the seconds of the forwards in NFE
+    decode_seconds  the seconds of the forwards that NFE counts
     """
 
     model: str

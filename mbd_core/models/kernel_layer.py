@@ -33,8 +33,8 @@ class SharedReduce(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
     def place(self, number: Sum, like: Tensor) -> Tensor | None:
-        """Memory of the shape and dtype of `like` for this rank's part, `None` if it does not fit. A place is free
-        again when the parts of the other sum have been shared."""
+        """Memory of the shape and dtype of `like` for this rank's part, `None` if it does not fit. It may be
+        written again after a `share` of the other sum."""
 
     def share(self, number: Sum) -> RankParts:
         """The parts of all ranks, once every rank has written its part."""
@@ -134,7 +134,7 @@ class KernelLayer(FusedLayer):
     ) -> Stream:
         """The stream with the MLP of `inner_TD` added, summed over the ranks where each has a part."""
         fuses = self._experts is not None and self._experts.fuses(len(inner_TD))
-        shares = fuses and self._swiglu is not None and adapters is None  # adapters change the shared experts alone
+        shares = fuses and self._swiglu is not None and adapters is None  # adapters change no routed expert
         place_TD = self._place(1, x_TD)
         part_TD: Tensor | None = None
         if self._swiglu is not None and not shares:

@@ -103,9 +103,7 @@ def render_markdown(
 
 
 ORACLE_GRADED = "The oracle takes, for every prompt, the most accurate block length (the cheapest of several)."
-ORACLE_UNGRADED = (
-    "No answer could be graded, so accuracies are unknown and the oracle is the least NFE of each prompt alone."
-)
+ORACLE_UNGRADED = "No answer could be graded, so accuracies are unknown and the oracle takes each prompt's least NFE."
 NOTES = """Single runs use Fast-dLLM's dual cache: a full forward at the start of a block, then the block alone. NFE
 counts forwards; BlockBatch's packed forward of all branches is one. A bifurcation length is the number of tokens
 before two outputs first differ; on the diagonal, the mean length of an output. The consensus maps show the share of

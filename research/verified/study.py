@@ -6,7 +6,7 @@
     turns.parquet       requests of the chosen settings, timed one at a time and in turn
     study.md            the report
 
-No Ray: one process decodes, and a killed one's command goes on with the missing parts.
+No Ray: one process decodes. If it is killed, the same command goes on with the missing parts.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ StudyStage = Literal["valid", "test", "turns", "report"]
 
 
 def run(
-    stage: Annotated[StudyStage, Flag("What is done; each needs the rows of those before it.", positional=True)],
+    stage: Annotated[StudyStage, Flag("The stage, which needs the rows of the earlier stages.", positional=True)],
     *,
     out: OutFolder,
     models: Annotated[Texts, Flag("Models of the stage.", MODEL, metavar="NAME,...", commas=True)] = tuple(SUBJECTS),

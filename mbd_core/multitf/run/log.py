@@ -58,7 +58,7 @@ class RunLog:
             self._send(point, to=[logger for logger in self._loggers if isinstance(logger, GuardedLog)])
 
     def describe(self) -> str:
-        """The places of the numbers and the peak of MFU, for a line at the run's begin."""
+        """The logs' places and the peak that MFU is measured by, for a line at the run's begin."""
         places = ", ".join((LOSSES, *self._targets))
         return "; ".join(filter(None, (f"logs: {places}", self._reason, str(self.peak))))
 

@@ -47,8 +47,8 @@ beside each other."""
 MOST_PARTS = 4
 """The largest number of partial products of the output projection; with more it waits more often than it reads."""
 FULL, FULL_ROWS = 16, 64
-"""From `FULL` tokens an expert on, default tiles have `FULL_ROWS` rows, so that a prompt's weights are read fewer
-times."""
+"""If an expert gets `FULL` tokens or more, default tiles have `FULL_ROWS` rows, so that a prompt reads the weights
+fewer times."""
 LEAST_DEPTH = 16
 """The least number of input channels of a partial product: one instruction's of the chip."""
 TILES: dict[tuple[int, int, int], ExpertTiles] = {}
@@ -95,7 +95,7 @@ def _gate_up(
     BLOCK_F: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """x gate^T and x up^T of one expert, at which all pointers but the first stand."""
+    """x gate^T and x up^T of one expert. All pointers but the first point at its own weights and scales."""
     inside = channels < F
     gate = tl.zeros((TILE, BLOCK_F), dtype=tl.float32)
     up = tl.zeros((TILE, BLOCK_F), dtype=tl.float32)
@@ -247,7 +247,7 @@ def _down(
     BLOCK_D: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    """hidden down^T of one expert, at which the pointers but the first stand; `stride` from one row to the next."""
+    """hidden down^T of an expert. `down_ptr` and `scale_ptr` point at its own, and rows of down are `stride` apart."""
     inside = channels < D
     y = tl.zeros((TILE, BLOCK_D), dtype=tl.float32)
     for start in range(0, F, BLOCK_F):
@@ -345,7 +345,7 @@ def _down_kernel(
 def tiles_for(tokens: int, width: int, weight_bytes: int, *, each: float = 1.0) -> ExpertTiles:
     """The measured tiles of the least number of tokens at or above `tokens`.
 
-    Without one, the default for `each` tokens an expert on average.
+    If none were measured, the default tiles; `each` is the mean number of tokens an expert.
     """
     measured_counts = [n for n, *rest in TILES if n >= tokens and rest == [width, weight_bytes]]
     if measured_counts:
