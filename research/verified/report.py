@@ -42,14 +42,16 @@ COUNTS = ("num_tokens", "num_forwards", "num_drafted_tokens", "num_confirmed_tok
 PairVerdict = Literal["shown", "contradicted", "not shown"]
 SettingKind = tuple[SettingFamily, Width]
 
-RULES = f"""A setting is chosen on the valid split, for each model, family and number of slots: the fastest (all
-tokens / all forwards) among those at most {MARGIN:g} point less accurate than the most accurate. Differences are of
+RULES = f"""For each model, family and number of slots, a setting is chosen on the valid split. It is the fastest (all
+tokens / all forwards) of the settings whose accuracy is at most {MARGIN:g} point below the best. Differences are of
 the test split, paired by problem, with 95 % intervals over problems. A claim is shown if every interval lies above its
-bound (0; of an accuracy that must not fall, -{MARGIN:g} point), and contradicted if one lies below it."""
-TERMS = """TPF: useful tokens a forward, the mean over answers; a judgement is a forward. Judged, confirmed: drafted
-tokens a forward that judgements looked at, and that they accepted. Positions: all that the forwards computed, copies
-of masks too; where FLOPs bound a step, positions a token are its cost. Alone right: the problems that the first
-setting alone answers, and the second alone, with the exact sign test."""
+bound, and contradicted if an interval lies below it. The bound is 0, or -{MARGIN:g} point for an accuracy that must
+not fall."""
+TERMS = """TPF: useful tokens a forward, the mean over answers; a judgement is a forward. Judged: drafted tokens a
+forward that judgements looked at. Confirmed: drafted tokens a forward that judgements accepted. Positions: all
+positions that the forwards computed, with the copies of masks. Positions a token are the cost of a step that FLOPs
+bound. Alone right: the number of problems that only the first setting answers, the number that only the second
+answers, and the exact sign test."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +132,7 @@ def chosen_settings(valid: SplitAnswers, model: str) -> dict[SettingKind, str]:
 
 
 def most_accurate(valid: SplitAnswers, model: str) -> dict[SettingFamily, str]:
-    """The most accurate setting of each family, of ties the fastest."""
+    """The most accurate setting of each family; the fastest of equally accurate ones."""
     return {
         family: max(cells, key=lambda name: (cells[name].accuracy, cells[name].tpf))
         for family in FAMILIES
@@ -255,7 +257,7 @@ def chosen_lines(valid: SplitAnswers, test: SplitAnswers, turns: Mapping[tuple[s
 
 
 def slot_lines(test: SplitAnswers) -> list[str]:
-    """What drafts in more slots give where every draft is verified."""
+    """The settings that verify every draft, by their number of slots: tokens judged and confirmed a forward."""
     rows: list[list[Cell]] = []
     for model, cells in test.of.items():
         for rule, sizes in BY_SLOTS.items():
