@@ -24,7 +24,7 @@ CONFIGURATION = "DIST_EXTRA_CONFIG"  # the variable that names one more file of 
 def build_wheel(
     wheel_directory: str, config_settings: dict[str, object] | None = None, metadata_directory: str | None = None
 ) -> str:
-    """As setuptools' hook; the variable's own file, if there is one, is left out."""
+    """As setuptools' hook. If `CONFIGURATION` names a file already, this build does not read it."""
     before = os.environ.get(CONFIGURATION)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "setup.cfg")

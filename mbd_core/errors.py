@@ -1,4 +1,4 @@
-"""An error in one sentence, for what other libraries raise: the lines after the first are advice or a traceback."""
+"""Another library's error in one sentence. The lines after its first are advice or a traceback."""
 
 
 def first_line(error: BaseException) -> str:

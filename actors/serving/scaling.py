@@ -15,8 +15,8 @@ REQUESTS, KV_LOAD = "requests", "kv_load"  # the loads that a replica reports
 def replicas_wanted(
     *, num_requests: float, target_requests: float, kv_loads: Collection[float], target_kv_load: float | None
 ) -> float:
-    """The larger of two numbers: the replicas at which each has `target_requests` open requests on average, and the
-    replicas at which each has the KV load `target_kv_load`."""
+    """The number of replicas that keeps both means at their targets: `target_requests` open requests a replica, and
+    the KV load `target_kv_load`. So it is the larger of the numbers that the two targets ask for."""
     by_requests = num_requests / target_requests
     return by_requests if target_kv_load is None else max(by_requests, sum(kv_loads) / target_kv_load)
 

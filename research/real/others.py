@@ -47,7 +47,7 @@ def by_transformers(model: str, dtype: Dtype, *, max_tokens: int) -> Callable[[s
 def check_llama_cpp(file: Path) -> None:
     """Raises `ValueError` if there is no such file, or no llama.cpp to read it."""
     if not file.is_file():
-        raise ValueError(f"--llama-cpp {file} is no file: name the model's GGUF file (a wheel of it holds one)")
+        raise ValueError(f"--llama-cpp {file} is no file: name the model's GGUF file (the model's wheel may hold one)")
     if importlib.util.find_spec("llama_cpp") is None:
         raise ValueError("--llama-cpp needs the package llama-cpp-python: pip install llama-cpp-python")
 

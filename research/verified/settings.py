@@ -15,8 +15,8 @@ TAUS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
 ROUTED_TAUS = (0.8, 0.95)  # where a route leaves some drafts to the threshold
 SLOTS = (1, 2, 4)
 BY_SLOTS = {"exact": (1, 2), "span": (1, 2, 4, 8)}
-"""Slots of drafts that are all verified. A block of which nothing is kept begins no further block, so that of an exact
-answer a third slot stays empty."""
+"""The numbers of slots in which every draft is verified. A block begins no further block before some of it is kept, so
+an exact answer leaves a third slot empty."""
 
 SettingFamily = Literal["threshold", "verified"]
 Width = Literal["one slot", "several slots"]

@@ -20,7 +20,7 @@ class ChatDialect(Strict):
 
     @model_validator(mode="after")
     def _stands_for_a_chat(self) -> Self:
-        """Make the chat while the body is parsed. For a large body it takes as long, so its turn covers both."""
+        """Make the chat in the turn of its body's parsing: for a large body, both take as long."""
         _ = self.chat
         return self
 

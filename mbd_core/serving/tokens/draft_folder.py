@@ -37,7 +37,7 @@ def check_draft_folder(
         token, number = min(large.items() ^ small.items(), key=lambda pair: pair[1])
         raise ValueError(
             f"draft_model={draft.path.name} has another tokenizer than {folder.path.name}: token {number} is "
-            f"{token!r} in one of them alone; give two models of one tokenizer"
+            f"{token!r} in only one of them; give two models of one tokenizer"
         )
     check_pair(folder.config, draft.config, config, vocab_limit=len(folder.tokenizer))
 

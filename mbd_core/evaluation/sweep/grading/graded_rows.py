@@ -7,11 +7,11 @@ import pyarrow as pa
 
 from mbd_core.batch.rows import DECODED_COLUMNS, DecodedRow, arrow_fields, with_draws
 
-ISOLATION = b"mbd-isolation"  # of a graded part's metadata: how its programs were contained, where any ran
+ISOLATION = b"mbd-isolation"  # this key of a graded part's metadata says how its programs, if any, were contained
 
 
 class GradeColumns(TypedDict, total=False):
-    """The grade (`Grade`); `correct` is false of a sample that was not decoded."""
+    """The grade (`Grade`); `correct` is false for a sample that was not decoded."""
 
     correct: bool
     reason: str | None
