@@ -129,9 +129,9 @@ def pool_rows(
     """For each shape and length: replicas that do both, beside a pool that stores prompts and hands pages on.
 
     In both, answers come at `speed` tokens a second, and a cache holds the share `found` of each prompt. A step that
-    stores a prompt beside others takes `max_step_seconds` at most. The numbers are replicas for one request a second,
-    and prompts fill at most `MOST_QUEUED` of the time; the time to send the new part over a link is added to the time
-    to first tokens. The time to fetch the found part is not counted, because the storing pool needs it too.
+    stores a prompt beside others takes `max_step_seconds` at most. The numbers are replicas for one request a second.
+    Prompts fill at most `MOST_QUEUED` of the time. The time to first tokens includes sending the new part over a link,
+    but not fetching the found part, because the storing pool fetches it too.
     """
     for deployment, lengths in cases:
         place = gpu_place(deployment)

@@ -201,7 +201,8 @@ def storing_row(model: Decoder, length: int, *, one_block: bool, plain: bool) ->
 
 
 def without_tiles_ratio(engine: Engine, clock: Callable[[], float]) -> float | None:
-    """The forward of the last step with torch's attention kernel alone, over the same by tiles; `None` on a GPU."""
+    """The last step's forward: its seconds with torch's attention kernel alone, divided by its seconds with tiles.
+    `None` on a GPU."""
     batch, runner, seconds = engine.runner.last_batch, engine.runner, dict[int, list[float]]()
     if runner.cache.k.is_cuda:
         return None

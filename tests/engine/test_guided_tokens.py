@@ -168,7 +168,7 @@ def test_what_is_left_of_max_tokens_is_an_end(loaded: LoadedModel) -> None:
 def test_thinking_under_a_grammar_is_refused(loaded: LoadedModel) -> None:
     decoding = loaded.decoding({"causal": {"method": "ar", "thinking": {"budget": 4, "end_token_id": 30}}})
     request = replace(asked(loaded, 0, Grammar(syntax="regex", text="[a-z]+")), decoding=decoding)
-    with pytest.raises(RequestRefused, match="thinking puts a token in"):
+    with pytest.raises(RequestRefused, match="thinking inserts a token"):
         loaded.engine.admission.check(request)
 
 

@@ -154,8 +154,8 @@ class MultiBlockCanvas(GuessingDecoder):
     def _commit_done(self) -> int:
         """Commits the blocks that have been done long enough. Returns the first position of the next forward.
 
-        The forward that commits a block computes it once more. With a block that is done but not committed, and every
-        `refresh` forwards, the whole canvas is computed.
+        The forward that commits a block computes it once more. The whole canvas is computed while a block is done but
+        not committed, and every `refresh` forwards.
         """
         delay, forward, num_committed = self.settings.cache_delay, self.num_forwards + 1, self._num_committed
         if delay is None:

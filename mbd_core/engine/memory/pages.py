@@ -158,8 +158,8 @@ class PagePool:
         """Remove an owner from a sequence's pages, given in their order; the caller must not use them any more.
 
         `chain` holds the hashes of the leading pages whose tokens are final. The last page is released first, so that
-        later pages of a chain are evicted before the earlier pages that lead to them. If another page has the same
-        content, its release counts as a use of that page; if that page was evicted, this page is published.
+        later pages of a chain are evicted before the earlier pages that lead to them. If another page was published
+        with the same content, that page counts as just used; if it was evicted, this page is published.
         """
         for index in reversed(range(len(pages))):
             page = pages[index]

@@ -199,7 +199,7 @@ class Admission:
             if causal is not None:
                 reason = "no guide follows drafts, or blocks that are filled in any order; give causal the method ar"
                 if causal.method == "ar":
-                    reason = "thinking puts a token in that the grammar may refuse; leave it out"
+                    reason = "thinking inserts a token that the grammar may refuse; leave it out"
             if verify is not None:
                 reason = "verify fills a block in any order; let verify.exact be true, or verify be null"
             if changes == "renoise":

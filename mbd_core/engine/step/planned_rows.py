@@ -106,8 +106,8 @@ class PlannedRuns:
             run.decoder.hold_to(0 if run.may_draft and not drafts else blocks)
 
     def choices(self, num_soon: int) -> DraftChoices:
-        """The loads of the next forward without prompts, with drafts and without. Requests that may not draft count as
-        in their last forward.
+        """Two loads of the next forward, prompts left out: one with drafts, one without. Requests that may not draft
+        count as in their last forward.
 
         `num_soon` requests with planned rows decode soon. If their prompt is not stored yet, they count as drafting
         like the last request, because drafts are verified beside them.

@@ -7,8 +7,8 @@ The rule is that of EvalPlus 0.3.1's sanitiser, stated anew:
 2. The imports and the definitions that the function reaches are kept. The first definition of a name counts. So
    drivers, tests and examples of use around the function neither run nor fail.
 
-The sanitiser loses some functions, or definitions that they need. More is done here, so that no right answer is lost
-with them. Answers are read out of lists, quotes, tags and fences (`_parts`), or go on after the prompt
+The sanitiser loses some functions, or definitions that they need, and right answers with them. Here no right answer
+is lost so. Answers are read out of lists, quotes, tags and fences (`_parts`), or go on after the prompt
 (`_continuation`). Functions that are decorated, return nothing, or are defined in an `if` or `try` are kept too. Names
 mean what they mean in Python: a driver's `n` is not the function's own `n`. Names that the answer lacks come from the
 prompt.
@@ -159,8 +159,8 @@ class Budget:
 
 
 def python_runs(text: str, name: str, budget: Budget) -> list[str]:
-    """The runs that hold a name, each as long as it can be, the longest first. None begins at a statement of another
-    run: with that run's earlier lines it would be longer."""
+    """The runs that hold a name, each as long as it can be, the longest first. No run begins within another run, whose
+    earlier lines would make it longer."""
     return _Runs(lines=text.split("\n"), name=name, budget=budget).found()
 
 
@@ -203,9 +203,9 @@ class _Runs:
         return _state(code)
 
     def _end(self, start: int) -> int | None:
-        """The end of the longest run from a line on, if there is one. The first line with which the lines are bad is
-        found by doubling steps, then by halving. The run ends with the last line before it at which the lines are
-        whole."""
+        """The end of the longest run from a line on, if there is one. Doubling steps, then halves, find the first line
+        with which the code can never become Python. The run ends with the last earlier line with which the code is
+        Python."""
         good, step = start, 1
         bad = len(self.lines) + 1
         while good < len(self.lines):

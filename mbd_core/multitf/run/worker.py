@@ -97,7 +97,8 @@ def train_worker(
 
 
 def settle_precision(start: StartingPoint, workers: Workers, checkpoints: Checkpoints | None) -> StartingPoint:
-    """The run in its first precision, or for a new run in a precision of all workers. Every worker calls it.
+    """The start of a run in the precision in which the run began, or in which all workers can begin it. Every worker
+    calls this.
 
     Raises `ValueError` if another precision was given than the newest checkpoint's, and as `Checkpoints.newest`.
     """

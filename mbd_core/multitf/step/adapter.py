@@ -117,7 +117,7 @@ def without_adapter(model: Decoder) -> Iterator[None]:
     layers = list(_adapted_layers(model).values())
     for layer in layers:
         layer.enable_adapters(False)
-        # trained parameters stay trained: sharding looks when it gathers a weight
+        # peft marks them as not trained, and sharding reads the mark when it gathers a weight
         for name in layer.adapter_layer_names:
             getattr(layer, name).requires_grad_(True)
     try:

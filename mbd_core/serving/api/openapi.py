@@ -57,7 +57,7 @@ class ApiRoute(NamedTuple):
 
 
 def _body(order: type[ModelOrder]) -> type[ModelOrder]:
-    """The type in the document that has an order's fields."""
+    """The document's type with the fields of an order."""
     return ModelOrder if order.model_fields.keys() == ModelOrder.model_fields.keys() else order
 
 

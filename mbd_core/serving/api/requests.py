@@ -395,7 +395,7 @@ class ChatRequest(GenerationRequest, OtherChatFields, ToolFields, TemplateFields
     @model_validator(mode="after")
     def _check_thought_budget(self) -> "ChatRequest":
         if self.thought_budget is not None and self.return_step_map:
-            why = "puts a token in that no forward decided, which no step map shows"
+            why = "inserts a token that no forward decided, and no step map shows it"
             raise FieldError(self.thought_budget_field, why, remedy="leave one of them out")
         return self
 

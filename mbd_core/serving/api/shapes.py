@@ -117,7 +117,7 @@ class Measures(TypedDict):
     num_store_forwards: int
     """the number of these forwards that only stored its blocks"""
     num_prefill_forwards: int
-    """forwards of its prompt only, or that repeated work lost in a preemption; not in `num_forwards`"""
+    """forwards that carried only its prompt or repeated work lost in a preemption; not in `num_forwards`"""
     queue_seconds: float
     """from arrival at an engine to a batch row"""
     prompt_seconds: float
@@ -206,7 +206,7 @@ class Chunk(TypedDict):
     choices: Annotated[list["ChunkChoice"], Field(max_length=1)]
     """empty in a last event with `usage`"""
     usage: NotRequired[Usage | UsageSoFar | None]
-    """in the last event with `include_usage`, `null` before it, or with `continuous_usage_stats` the counts so far"""
+    """with `include_usage`: in the last event; before it `null`, or with `continuous_usage_stats` the counts so far"""
     mbd: NotRequired[Measures]
     """in the last event"""
 

@@ -22,7 +22,7 @@ from mbd_core.serving.tokens.stream import TokenSource
 class EngineLimits:
     """The limits and defaults of an engine, for senders of requests.
 
-    generation  the model's `generation_config.json`; a model that was trained without a block size has the engine's
+    generation  the model's `generation_config.json`, with the engine's block size if no block size was trained
     sampling    the model's defaults for sampling and `max_tokens` of a request (`sampling_defaults`)
     rows        sequences decoded at once
     capacity    requests that may run and wait together

@@ -46,8 +46,8 @@ def harness_objects(name: str, include: str | None) -> dict[str, Any]:
 
 
 def _check_names(name: str, task: Any) -> None:
-    """Raise `ValueError` for a metric or an aggregation in the task's file that the harness has not found: it would
-    call `None` for it once all answers are there."""
+    """Raise `ValueError` for a metric or an aggregation in the task's file that the harness has not found: the
+    harness would call `None` in its place once all answers are there."""
     from lm_eval.api.task import ConfigurableTask
 
     unknown = [f"an aggregation of the metric '{metric}'" for metric, rule in task.aggregation().items() if not rule]
