@@ -111,8 +111,8 @@ def measure_batch(
 
 
 def is_batched(canvas: Canvas | None) -> bool:
-    """Whether `own_batch` decodes such a canvas: only whole forwards, and accepted by a number a step or a
-    threshold."""
+    """Whether `own_batch` decodes such a canvas: all forwards are whole, and a threshold or a number of tokens a step
+    decides what is accepted."""
     if canvas is None:
         return False
     plain = Canvas(block_length=canvas.block_length, steps=canvas.steps, accept=canvas.accept, tau=canvas.tau)

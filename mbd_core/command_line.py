@@ -145,7 +145,7 @@ class Main:
         return int(code or 0)
 
     def _failed(self, arguments: Sequence[str], sentence: object, code: int) -> int:
-        """Print the sentence behind the command's name, or the sub-command's; the exit code."""
+        """Print the name of the command or sub-command, and the sentence. Returns the exit code."""
         name = Path(self.called.rpartition(" ")[2]).name.removesuffix(".py")
         if arguments and isinstance(self.command, TyperGroup) and arguments[0] in self.command.commands:
             name = arguments[0]

@@ -38,8 +38,8 @@ def check_target_folder(folder: Path, kind: str, *, overwrite: bool = False, in_
 
     A folder that does not exist or is empty can be filled; so can a folder whose manifest a killed process did not
     finish. With `overwrite` a folder whose manifest says `kind` can be replaced, unless it holds a file that the
-    manifest does not name. `in_place`: it will be filled by `claim_folder`; otherwise it is replaced whole by
-    `folder_beside`, which a mount point or the current folder cannot be.
+    manifest does not name. With `in_place` it will be filled by `claim_folder`. Otherwise `folder_beside`
+    replaces it whole, which is refused for a mount point and for the current folder.
     """
     check_name(folder)
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):

@@ -16,7 +16,7 @@ StreamRoute = Literal["chat/completions", "completions"]
 AskedPrompt = str | ToolChat
 RequestSeconds = Annotated[float, Ge(0.1), Flag("Time limit of a request.", LOAD)]
 LINE_BYTES = 2**24  # the longest event that is read
-TOGETHER_SECONDS = 1e-3  # events that follow each other within it came together: a block's, an event a token
+TOGETHER_SECONDS = 1e-3  # events with a shorter gap came together: a server may send a block as an event a token
 TEXT_FIELDS = ("content", "reasoning_content", "reasoning")
 
 

@@ -92,7 +92,7 @@ def accepted_tokens(
 
 
 def low_entropies(masks: list[int], predictions: Predictions, bound: EntropyBound, *, gate: bool) -> list[int]:
-    """The positions that the EB sampler accepts; without the gate no position is accepted whatever its entropy."""
+    """The positions that the EB sampler accepts. Only with the gate may it accept one whatever the entropy there."""
     positions: list[int] = []
     total = 0.0
     for i in sorted(masks, key=lambda i: (-predictions[i][2], i)):

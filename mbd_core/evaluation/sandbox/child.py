@@ -240,12 +240,12 @@ def standard_streams() -> Callable[[Callable[[], Any]], Callable[[str], str]]:
             """Keep it open: the next input needs it, and its printed bytes are still to be read."""
 
         def read1(self, size: int | None = -1, /) -> bytes:
-            """A line at most. So `stdin` takes no more than it gives, and leaves the rest for readers of bytes."""
+            """Reads a line at most, so that `stdin` leaves the later lines for readers of bytes."""
             return self.readline(size)
 
     class StreamText(io.TextIOWrapper):
         def close(self) -> None:
-            """As its bytes."""
+            """Keep it open, as `StreamBytes` does."""
 
     source, sink, files = StreamBytes(), StreamBytes(), open
     stdin = StreamText(source, encoding="utf-8", errors="surrogatepass", newline="\n")
@@ -272,7 +272,7 @@ def standard_streams() -> Callable[[Callable[[], Any]], Callable[[str], str]]:
                 run()
             _wait_for_threads()
             with contextlib.suppress(Exception):
-                sys.stdout.flush()  # the program may have put another one before the bytes
+                sys.stdout.flush()  # the program may have put a text stream of its own around `sink`
             return sink.getvalue().decode("utf-8", "replace")
 
         return output

@@ -150,7 +150,8 @@ def _is_floats(value: Any) -> bool:
 
 
 def _same_shape(out: Any, expected: Any, *, outermost: bool = False) -> bool:
-    """Whether two results are numbers nested alike; `allclose` broadcasts, so that an empty list is close to any.
+    """Whether two results are numbers, or lists of one shape. `allclose` alone broadcasts: to it, an empty list is
+    close to any list.
 
     The outermost decoded types must be the same; the type's name beside a result is only the program's claim.
     """
