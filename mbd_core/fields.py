@@ -56,7 +56,7 @@ Texts = Annotated[tuple[str, ...], Strict(False)]
 class Flag:
     """In a field's annotation: how a command line shows it, where name, type and docstring do not say so.
 
-    help        of a function's parameter, which has no docstring, or with parts that are computed
+    help        the help of a parameter, which has no docstring, or a help with parts that are computed
     panel       the panel of --help (default: the dataclass's)
     name        the name on a command line (default: the field's); `False`: files alone have it
     positional  an argument of a command line instead of an option
@@ -181,8 +181,8 @@ def load(kind: Any, values: Any, *, noun: str = "option", path: str = "") -> Any
 
 
 def changed(instance: T, values: Any, *, noun: str = "option", path: str = "") -> T:
-    """A configuration with the fields that a JSON or YAML file, or a command line, gives: configurations that it holds
-    are changed in turn, other objects by their keys. Raises `ValueError` as `load` does."""
+    """The configuration, changed by the fields that a JSON or YAML file or a command line gives. The configurations
+    that it holds are changed in the same way, its other objects key by key. Raises `ValueError` as `load` does."""
     merged = _merged(instance, values) if isinstance(values, Mapping) else values
     return typing.cast(T, load(type(instance), merged, noun=noun, path=path))
 

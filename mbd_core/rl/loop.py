@@ -327,7 +327,7 @@ class RLRun:
         return limit is not None
 
     def _is_last(self, lines: Sequence[RecordedNumbers]) -> bool:
-        """Whether no iteration follows these, sweeps left aside."""
+        """Whether these iterations are the last, whatever their sweeps say."""
         return len(lines) == self.recipe.iterations or ended_by(self.recipe, lines, ()) is not None
 
     def _write_samples(self, iteration: int, rows: Sequence[ScoredRow]) -> None:

@@ -126,7 +126,7 @@ class HttpReward:
                     self._answered_at, self._num_given_up = clock.time(), 0
                     return Failure(str(error))
                 except TimeoutError:
-                    if busy is None or left > self._seconds:  # else it had less time than it should have
+                    if busy is None or left > self._seconds:  # else the patience left it too little time
                         busy = ServiceBusy(f"no whole reply within {min(self._seconds, left):.3g} s")
                 except ServiceBusy as error:
                     busy = error

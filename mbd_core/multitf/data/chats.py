@@ -74,6 +74,6 @@ def _reasoning_name(tokenizer: PreTrainedTokenizerBase, template: str, variables
 
 
 def prompt_text(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> MaskedText:
-    """A chat without its answer in the template, up to the beginning of the answer."""
+    """The template's text of a chat, up to the beginning of its answer."""
     shown = for_template(tokenizer, chat)
     return chat_text(tokenizer, shown.messages, tools=shown.tools, variables=shown.variables or {})

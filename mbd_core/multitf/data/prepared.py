@@ -54,7 +54,8 @@ class PreparedData:
 
 
 def named_data(folder: Path, path: str | None = None) -> PreparedData:
-    """The value by which a recipe names the data in `folder`; `path`: the path or URL that it names instead."""
+    """The value by which a recipe names the data in `folder`; with `path`, it names that path or
+    URL instead."""
     return PreparedData(path or str(folder.resolve()), read_record(folder)["digest"])
 
 
