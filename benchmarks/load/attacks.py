@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-Prompt = str | list[str] | list[list[int]]
-Attack = Callable[[str, int], tuple[Prompt, dict[str, Any]]]
+AttackPrompt = str | list[str] | list[list[int]]
+Attack = Callable[[str, int], tuple[AttackPrompt, dict[str, Any]]]
 """A prompt, or several, and fields beside it. The first argument, letters, differs from request to request, so that no
 cache holds it; the second is how many characters a long text has."""
 
