@@ -1,4 +1,4 @@
-"""The turns of an agent's session: what is found of the prompt, the time to the first tokens, and where it goes."""
+"""The turns of an agent's session: the part of the prompt that is found, the time to the first tokens, its parts."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def _asked_again(
 
 
 def bodies_of(session: AgentSession, turns: Sequence[int], *, characters: int, repeats: int) -> dict[int, list[bytes]]:
-    """Bodies of each turn, with other results; one more than the repetitions."""
+    """`repeats` + 1 bodies of each turn, each with another result."""
     return {
         turn: [
             json_module.dumps(

@@ -37,7 +37,7 @@ SEED = 11
 TRAINED, ASKED = 2_000, 200
 """Samples to train, and questions of the test."""
 NONE_FITS = 5
-"""Of so many questions one shows no function that fits."""
+"""One question in this many shows no function that fits."""
 SHOWN = 3
 """Functions that a question shows."""
 NO_CALL = "None of these functions does that."
@@ -59,7 +59,7 @@ KINDS: Mapping[str, tuple[str, str]] = {
     ),
     "float": ("float", "x y timeout delay seconds secs interval"),
 }
-"""Of a kind of values: the leaderboard's name of its type, and the names of parameters that take them."""
+"""For each kind of values: the leaderboard's name of the type, and the names of parameters that take such values."""
 LOADING = {"antigravity", "this", "idlelib", "turtle", "turtledemo", "tkinter", "lib2to3"}
 """Modules that do something when they are imported, or need a screen."""
 TYPES = {bool: "boolean", int: "integer", float: "float", str: "string"}
@@ -88,7 +88,7 @@ class PythonFunction:
         return f"{self.module}.{self.name}"
 
     def described(self) -> dict[str, Any]:
-        """The function as the leaderboard describes it; the sentence in the third person, as a question is not."""
+        """The function as the leaderboard describes it, in the third person; a question begins with the bare verb."""
         return {
             "name": self.full_name,
             "description": third_person_of(self.does),
@@ -175,7 +175,7 @@ def questions(split: Literal["train", "test"]) -> Iterator[tuple[dict[str, Any],
         text = rng.choice(ASKING).format(do=asked.does[:-1], values=_listed(given))
         row = {"question": [[{"role": "user", "content": text}]], "function": [each.described() for each in shown]}
         right: dict[str, list[Any]] = {name: [value] for name, value in given.items()}
-        # an argument that the question leaves out may be missing, or be what it is without being given
+        # an argument that the question leaves out may be missing, or equal its default
         right |= {p.name: [p.default, ""] for p in asked.parameters if p.name not in given}
         yield row, {asked.full_name: right} if fits else None
 

@@ -162,7 +162,7 @@ def kept(folder: Path) -> tuple[list[JudgedAnswer], list[TimedAnswer]]:
 
 
 def report(answers: Sequence[JudgedAnswer], times: Sequence[TimedAnswer]) -> list[str]:
-    """A table of the arms, a table of what one of two arms alone has, and a table of a forward's milliseconds.
+    """A table of the arms, a table of paired comparisons, and a table of a forward's milliseconds.
 
     The first arm is the control.
     """
