@@ -7,6 +7,7 @@ from jobs.command_line import sub_commands
 COMMANDS = {
     "decoders": ("benchmarks.commands:decoders", "every decoder beside a plain loop of the same method"),
     "engine": ("benchmarks.commands:engine", "a decode step beside its bare forward and the machine's roofline"),
+    "forward": ("benchmarks.commands:forward", "an autoregressive model's forward beside transformers' own"),
     "buffer": ("benchmarks.commands:buffer", "buffer sizes and block budgets at 1 to 64 requests at once"),
     "modes": ("benchmarks.commands:modes", "drafts, single tokens and the choice by load at 1 to 64 requests at once"),
     "capacity": (

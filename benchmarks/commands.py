@@ -18,6 +18,7 @@ from benchmarks.measuring import device_name, markdown, usable_device
 from jobs.command_line import JsonFile, MaxTokens, ModelName, OwnThreads, Seed
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.command_line import CommandText, Fields, command
+from mbd_core.engine.config import Dtype
 from mbd_core.fields import DATA, DECODING, ENGINE, MODEL, OUTPUT, Flag, Ge, Gt, configuration
 from mbd_core.files import check_new_file, write_json
 from mbd_core.models.model_config import Fp8Parts
@@ -59,7 +60,7 @@ class BenchmarkOptions:
             write_json(self.json, {"settings": {"command": command_line, **settings}, **parts})
 
 
-FIVE_TIMES = BenchmarkOptions(repeats=5)
+FIVE_TIMES, TWENTY_TIMES = BenchmarkOptions(repeats=5), BenchmarkOptions(repeats=20)
 
 
 def run_decoders(
@@ -190,6 +191,37 @@ def run_engine(
         report = benchmark.run(tick=partial(bar.update, 1))
     measuring.write(command_line, **report)
     print_report(report, trace=trace)
+
+
+def run_forward(
+    command_line: CommandText,
+    *,
+    model: ModelName = "smollm2-135m",
+    dtype: Annotated[
+        tuple[Dtype, ...],
+        Flag("One after another; beside int8, transformers computes in auto's.", ENGINE, commas=True),
+    ] = ("float32", "auto"),
+    prefix: Annotated[int, Ge(1), Flag("Stored tokens before each row.", DATA)] = 150,
+    measuring: Annotated[BenchmarkOptions, Fields("repeats", "threads", "json")] = TWENTY_TIMES,
+) -> None:
+    """An autoregressive model's forward and step on this CPU, beside transformers' forward of as many tokens.
+
+    One row of 1, 8, 16 and 32 new tokens, and eight rows of one; steps and forwards take turns, medians count.
+    """
+    import torch
+
+    from benchmarks.forward import CASES, COLUMNS, measure_forwards
+
+    measuring.begin()
+    folder, rows = model_folder(model), list[dict[str, Any]]()
+    runs = sum(2 + (tokens == 1) for _, tokens in CASES) * measuring.repeats
+    with tqdm(total=runs * len(dtype), unit="run", desc=model, mininterval=1.0) as bar:
+        for each in dtype:
+            rows += measure_forwards(
+                folder, each, prefix=prefix, repeats=measuring.repeats, tick=partial(bar.update, 1)
+            )
+    print(f"{model}, {torch.get_num_threads()} threads, {prefix} tokens before each row\n\n{markdown(rows, COLUMNS)}")
+    measuring.write(command_line, {"torch": torch.__version__, "prefix": prefix}, rows=rows)
 
 
 def run_buffer(
@@ -425,6 +457,7 @@ def run_rounding(
 
 decoders = command(run_decoders, "python -m benchmarks decoders")
 engine = command(run_engine, "python -m benchmarks engine")
+forward = command(run_forward, "python -m benchmarks forward")
 buffer = command(run_buffer, "python -m benchmarks buffer")
 modes = command(run_modes, "python -m benchmarks modes")
 train = command(run_train, "python -m benchmarks train")

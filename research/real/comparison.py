@@ -39,10 +39,11 @@ MAX_TOKENS = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """A model and how it decodes."""
+    """A model, how it decodes, and what its engine computes in; `None`: what the comparison says."""
 
     model: str
     decoding: Mapping[str, Any]
+    dtype: Dtype | None = None
 
 
 ARMS = {
@@ -105,7 +106,7 @@ def run(
     split: Annotated[Literal["valid", "test"], Flag("Split of the questions.", DATA)] = "test",
     arms: Annotated[
         dict[str, Any] | None,
-        Flag('More arms, as {"control": {"model": "DIR", "decoding": {}}}.', MODEL, metavar="JSON"),
+        Flag('More arms, as {"control": {"model": "DIR", "decoding": {}, "dtype": "int8"}}.', MODEL, metavar="JSON"),
     ] = None,
     tau_m2t: Annotated[float | None, Flag("The threshold of all arms.", DECODING, default="each folder's")] = None,
     dtype: Annotated[Dtype, Flag("As mbd serve takes it.", ENGINE)] = "auto",
@@ -140,7 +141,7 @@ def run(
         decoding = dict(arm.decoding)
         if tau_m2t is not None and decoding:
             decoding["tau_m2t"] = tau_m2t
-        with LLM(arm.model, dtype=dtype, max_rows=1, **decoding) as llm:
+        with LLM(arm.model, dtype=arm.dtype or dtype, max_rows=1, **decoding) as llm:
             rows += answers_of(name, partial(_ask_engine, llm), questions)
     if transformers:
         asked = by_transformers(ARMS[BASE].model, dtype, max_tokens=MAX_TOKENS)

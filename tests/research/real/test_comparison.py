@@ -1,11 +1,13 @@
 """The comparison of a real model with its base: its graders, its questions, its sentences."""
 
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import mbd_core
 from research.real import comparison
 from research.real.comparison import ARMS, BASE, GRADERS, NAIVE, SINGLE, TRAINED, Answered, main
 from research.real.others import ArmReply
@@ -45,6 +47,25 @@ def test_the_first_question_is_asked_once_before_the_clock_runs() -> None:
     rows = list(comparison.answers_of("an arm", ask, questions))
     assert asked == ["q4", "q4", "q5"]
     assert [(row.is_right, row.tokens, row.forwards) for row in rows] == [(False, 6, 2), (True, 6, 2)]
+
+
+def test_an_arm_may_compute_in_a_dtype_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made: list[tuple[str, str]] = []
+
+    def engine(model: str, *, dtype: str, **_: object) -> nullcontext[None]:
+        made.append((model, dtype))
+        return nullcontext()
+
+    monkeypatch.setattr(mbd_core, "LLM", engine)
+    monkeypatch.setattr(comparison, "answers_of", lambda *_: [])
+    monkeypatch.setattr(comparison, "ARMS", {BASE: ARMS[BASE]})
+    arm = '{"int8": {"model": "a", "decoding": {}, "dtype": "%s"}}'
+    assert main(["--limit", "1", "--dtype", "bfloat16", "--arms", arm % "int8"]) == 0
+    assert made == [("smollm2-135m", "bfloat16"), ("a", "int8")]
+    assert main(["--limit", "1", "--arms", arm % "int4"]) == 2
+    assert "int4" in capsys.readouterr().err and len(made) == 2
 
 
 def test_the_sentences_say_what_the_rows_say() -> None:
