@@ -17,7 +17,7 @@ from mbd_core.engine.engine import Engine
 from mbd_core.engine.parallel.leader import ParallelEngine, start_parallel
 from mbd_core.models.model_config import Fp8Parts, ModelConfig
 from mbd_core.models.quantize import is_int8, quantized_parts
-from mbd_core.ops.machine import computes_bfloat16
+from mbd_core.ops.machine import computes_bfloat16, end_team
 from mbd_core.serving.tokens.draft_folder import check_draft_folder, drafted_defaults, read_draft
 from mbd_core.trace.recorder import TraceRecorder
 
@@ -129,6 +129,7 @@ def load_engine(
     except ValueError:
         engine.close()
         raise
+    end_team()
     defaults = decoding_defaults(contents, config)
     return LoadedModel(folder.name, engine, contents.tokenizer, contents.config, defaults, contents.stored_dtype)
 
