@@ -104,6 +104,7 @@ class Collector:
                 if plan.decoding.get(sequence.row) is sequence:  # the forward's seconds count as decoding
                     sequence.prompt_until = max(plan.started_at, self._last_read)
         if report_copy is None:
+            self._last_read = self._clock()  # a step that was launched ahead begins to count here
             return [], "prefill"
         buffer = self._seating.buffer
         shape = (plan.kind.num_rows, buffer.num_slots, buffer.block_size)

@@ -243,8 +243,12 @@ class SequenceState:
 
     @property
     def queue_seconds(self) -> float:
-        """Seconds from its arrival to its first batch row; 0 before that."""
-        return max(0.0, self.admitted_at - self.added_at)
+        """Seconds from its arrival to its first batch row; 0 before that.
+
+        A step that admits it may decode it too. Its seconds count from its plan, which is before the admission.
+        """
+        end = min(self.admitted_at, self.prompt_until) if self.prompt_until else self.admitted_at
+        return max(0.0, end - self.added_at)
 
     @property
     def prompt_seconds(self) -> float:
