@@ -241,7 +241,7 @@ def test_what_cannot_be_done_is_refused_and_changes_nothing(tmp_path: Path) -> N
     quantize_weights(model, "experts")
     with pytest.raises(ValueError, match="parts='experts'"):
         quantize_weights(model, "all")
-    with pytest.raises(ValueError, match="save the one"):
+    with pytest.raises(ValueError, match="save the model that it was made from"):
         save_model(tmp_path / "no", model)
     assert not (tmp_path / "no").exists()
     with pytest.raises(ValueError, match="meta"):

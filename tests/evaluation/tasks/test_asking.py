@@ -29,8 +29,8 @@ def test_a_real_task_is_not_cut_at_128_tokens_and_has_the_papers_limit(gsm8k: Pa
     sweep = plan_sweep(load_inputs(options(gsm8k)))
     assert {(row["max_tokens"], row["may_shorten"]) for row in sweep.rows()} == {(4096, True)}
     assert sweep.notes == [
-        "model 'tiny-mbd' holds 1024 positions, prompt and answer together: an answer of gsm8k gets what its prompt "
-        "leaves of them, not the recipe's 4096 tokens"
+        "model 'tiny-mbd' holds 1024 positions, prompt and answer together: an answer of gsm8k gets the positions "
+        "that its prompt leaves, not the recipe's 4096 tokens"
     ]
     generated = plan_sweep(load_inputs(options(gsm8k, tasks=["gsm-mini"], data=(), limit=1)))
     assert [row["max_tokens"] for row in generated.rows()] == [128] and not generated.notes
