@@ -39,6 +39,7 @@ BESIDE_CONTROL: tuple[tuple[str, Step], ...] = (
     (GRAMMAR, "is_function"),
     (GRAMMAR, "is_right"),
 )
+BESIDE_OTHERS: tuple[tuple[str, Step], ...] = ((FREE, "is_right"), (GRAMMAR, "is_right"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +180,7 @@ def report(answers: Sequence[JudgedAnswer], times: Sequence[TimedAnswer]) -> lis
         "",
         *table_lines(
             ["of the same questions", "by", "and by", "first alone", "second alone", "p"],
-            [line for arm in arms for line in _pair_lines(arm, arms[0], of)],
+            [line for number, arm in enumerate(arms) for line in _pair_lines(arm, arms[:number], of)],
             num_text=3,
         ),
         "",
@@ -202,14 +203,15 @@ def _arm_lines(arm: SweptArm, of: Mapping[tuple[SweptArm, str], Sequence[JudgedA
 
 
 def _pair_lines(
-    arm: SweptArm, control: SweptArm, of: Mapping[tuple[SweptArm, str], Sequence[JudgedAnswer]]
+    arm: SweptArm, earlier: Sequence[SweptArm], of: Mapping[tuple[SweptArm, str], Sequence[JudgedAnswer]]
 ) -> Iterator[list[Cell]]:
-    """Exact sign tests: the arm beside the control, and with a grammar beside without."""
+    """Exact sign tests: the arm beside the control and other models' arms, and with a grammar beside without."""
     named = " ".join(arm)
-    if arm != control:
-        for task, step in BESIDE_CONTROL:
+    for other in earlier:
+        steps = BESIDE_CONTROL if other == earlier[0] else BESIDE_OTHERS if other[0] != arm[0] else ()
+        for task, step in steps:
             what = f"{STEPS[step]}, {'free' if task == FREE else 'with a grammar'}"
-            yield [what, " ".join(control), named, *_alone(of[control, task], of[arm, task], step)]
+            yield [what, " ".join(other), named, *_alone(of[other, task], of[arm, task], step)]
     alone = _alone(of[arm, GRAMMAR], of[arm, FREE], "is_right")
     yield [STEPS["is_right"], f"{named}, with a grammar", f"{named}, free", *alone]
 
