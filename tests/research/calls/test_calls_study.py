@@ -108,3 +108,10 @@ def test_bad_folders_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "rows.jsonl" in capsys.readouterr().err
     assert report.main([])
     assert "--sweep" in capsys.readouterr().err
+
+
+def test_the_page_has_the_arms_of_the_published_rows() -> None:
+    root = Path(report.__file__).resolve().parents[2]
+    lines = report.report(*report.kept(root / "research/published/calls"))
+    page = (root / "research/README.md").read_text(encoding="utf-8")
+    assert page.split("<!-- calls -->\n")[1].split("<!-- end -->")[0].splitlines() == lines[: lines.index("")]
