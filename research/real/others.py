@@ -1,6 +1,6 @@
 """The base in others' engines, for comparison with this project's arms: one request, greedy, on this machine."""
 
-import importlib.util
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,8 +48,12 @@ def check_llama_cpp(file: Path) -> None:
     """Raises `ValueError` if there is no such file, or no llama.cpp to read it."""
     if not file.is_file():
         raise ValueError(f"--llama-cpp {file} is no file: name the model's GGUF file (the model's wheel may hold one)")
-    if importlib.util.find_spec("llama_cpp") is None:
-        raise ValueError("--llama-cpp needs the package llama-cpp-python: pip install llama-cpp-python")
+    try:
+        importlib.import_module("llama_cpp")
+    except ImportError as error:
+        raise ValueError(
+            f"--llama-cpp needs the package llama-cpp-python: pip install llama-cpp-python ({error})"
+        ) from None
 
 
 def by_llama_cpp(file: Path, *, max_tokens: int) -> Callable[[str], ArmReply]:
