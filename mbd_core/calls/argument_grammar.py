@@ -62,13 +62,10 @@ class ArgumentGrammar:
     def _json(self, schema: Any) -> str:
         """A value as JSON, under a schema that may refer to its function's shared schemas."""
         shared = {name: self._root[name] for name in MAPS_OF_SHARED if name in self._root}
-        whole = (
-            {**shared, **_closed(schema)}
-            if isinstance(schema, Mapping)
-            else {**shared, "not": {}}
-            if not schema
-            else shared
-        )
+        if isinstance(schema, Mapping):
+            whole = {**shared, **_closed(schema)}
+        else:  # true takes every value, false none
+            whole = shared if schema else {**shared, "not": {}}
         self.schemas.append((self._function, {"x-guidance": SEPARATORS, **whole}))
         return f"%json @{len(self.schemas) - 1}"
 
