@@ -58,8 +58,7 @@ def end_team() -> None:
     """Ends the threads that OpenMP keeps for the calling thread. They return with its next large operation.
 
     An engine steps in another thread than the thread that loaded it. With a team for each, a process has more threads
-    than cores, and GNU's OpenMP puts threads to sleep after each operation: a token of a small model takes 1.4 times
-    as long.
+    than cores, and GNU's OpenMP puts threads to sleep after each operation, which slows a small model's tokens.
     """
     pause = getattr(ctypes.CDLL(None), "omp_pause_resource_all", None)
     if pause is not None:
