@@ -48,11 +48,15 @@ PHASES = {
     "answers": "answers",
     "rollouts": "rollouts, CPU s|.2f",
     "dense": "update under a dense mask|.2f",
-    "update": "update|.2f",
-    "distilled": "update from a teacher|.2f",
-    "ratio": "update by rollouts|.2f",
+    "padded": "in padded sequences|.2f",
+    "update": "packed|.2f",
+    "alone": "without a reference|.2f",
+    "bfloat16": "in bfloat16|.2f",
+    "distilled": "update from a teacher, in bfloat16|.2f",
+    "d_mean": "mean abs d in bfloat16|.2g",
+    "ratio": "update in bfloat16 by rollouts|.2f",
 }
-"""Of an iteration of reinforcement learning."""
+"""Of an iteration of reinforcement learning. Each update but the last is the one before it with one change."""
 
 THREE_TIMES = BenchmarkOptions()
 
@@ -157,27 +161,34 @@ def drawn_answers(
 def update_seconds(
     model: Decoder, answers: Sequence[ReplayedAnswer], *, rollouts: float, repeats: int
 ) -> dict[str, float]:
-    """Seconds of an update of copies of the model.
+    """Seconds of an update of copies of the model, by the names of `PHASES`, and the mean distance `d_mean` of the
+    learner's log-probabilities in bfloat16 from the engine's.
 
-    `dense` is LightningRL's update under a dense mask, `update` the same update as it is, `distilled` a distillation
-    from the model at one slot. `ratio` is `update` by `rollouts`.
+    The first three have LightningRL's objective, which compares with a frozen reference. A teacher is the model at one
+    slot.
     """
     from mbd_core.multitf.step.distiller import Distiller
     from mbd_core.multitf.step.learner import Learner
     from mbd_core.rl.recipes import LEDGER_RL, TINY_OPD
 
-    train = replace(LEDGER_RL.train, batch_size=len(answers))
-    dense = Learner(deepcopy(model), replace(train, attention="dense"), LEDGER_RL.objective)
-    learner = Learner(deepcopy(model), train, LEDGER_RL.objective)
+    objective, packed = LEDGER_RL.objective, replace(LEDGER_RL.train, batch_size=len(answers))
+    padded = replace(packed, pack=None, micro_batch=4)
+    bfloat16 = replace(packed, precision="bfloat16")
+    without = replace(objective, kl=0.0)
     teacher = deepcopy(model).requires_grad_(False)
-    distiller = Distiller(deepcopy(model), replace(train, teacher=TINY_OPD.train.teacher), teacher)
-    timer = partial(run_seconds, clock=time.process_time)
-    runs = {
-        name: partial(timer, partial(each.update, answers))
-        for name, each in (("dense", dense), ("update", learner), ("distilled", distiller))
+    learners: dict[str, Learner | Distiller] = {
+        "dense": Learner(deepcopy(model), replace(padded, attention="dense"), objective),
+        "padded": Learner(deepcopy(model), padded, objective),
+        "update": Learner(deepcopy(model), packed, objective),
+        "alone": Learner(deepcopy(model), packed, without),
+        "bfloat16": Learner(deepcopy(model), bfloat16, without),
+        "distilled": Distiller(deepcopy(model), replace(bfloat16, teacher=TINY_OPD.train.teacher), teacher),
     }
+    d_mean = Learner(deepcopy(model), bfloat16, without).update(answers).d_mean
+    timer = partial(run_seconds, clock=time.process_time)
+    runs = {name: partial(timer, partial(each.update, answers)) for name, each in learners.items()}
     seconds = medians(interleaved(runs, repeats=repeats))
-    return seconds | {"ratio": seconds["update"] / rollouts}
+    return seconds | {"d_mean": d_mean, "ratio": seconds["bfloat16"] / rollouts}
 
 
 def replay_rows(

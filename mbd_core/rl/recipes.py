@@ -19,9 +19,11 @@ ADAMW = TrainConfig(
     betas=(0.9, 0.999),
     weight_decay=0.0,
     precision="float32",
-    micro_batch=4,
+    micro_batch=1,
+    pack=4096,
 )
-"""An optimizer for updates that must stay small; `RLRecipe` sets steps and batch."""
+"""An optimizer for updates that must stay small; `RLRecipe` sets steps and batch. Answers share training sequences, so
+little of an update is padding."""
 
 LEDGER_RL = RLRecipe(
     name="ledger-rl",

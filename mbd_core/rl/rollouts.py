@@ -67,6 +67,8 @@ class RolloutPlan:
     def of(cls, recipe: RLRecipe, engine: EngineConfig) -> Self:
         """Loads and checks all inputs of a run; raises `ValueError`, one sentence, for an input it cannot honour."""
         check_judges(recipe.rewards)
+        if engine.dtype == "auto" and recipe.train.precision == "bfloat16":
+            engine = replace(engine, dtype="bfloat16")  # as the learner computes
         place = fetch_model(recipe.model)
         start = model_folder(place)
         contents = read_folder(start)

@@ -11,7 +11,7 @@ from benchmarks.replay import replay as bench_replay
 def test_rows_say_what_an_answer_costs_and_how_far_it_is_from_the_engine() -> None:
     model, answers, seconds = drawn_answers("tiny-mbd", "gsm-mini", 3, slots=4, seed=1)
     phases = update_seconds(model, answers, rollouts=seconds, repeats=1)
-    assert set(PHASES) == {"slots", "answers", "rollouts", *phases} and phases["ratio"] == phases["update"] / seconds
+    assert set(PHASES) == {"slots", "answers", "rollouts", *phases} and phases["ratio"] == phases["bfloat16"] / seconds
     rows = {row["states"]: row for row in replay_rows(model, answers, slots=4, shrinks=(1, 2), repeats=1)}
     assert list(rows) == ["exact", "exact, shrink 2", "block-local", "all-masked"]
     exact, shrunk = rows["exact"], rows["exact, shrink 2"]

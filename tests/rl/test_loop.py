@@ -379,3 +379,11 @@ def test_a_recipe_can_be_planned(name: str) -> None:
     plan = RolloutPlan.of(rl_recipe_named(name), ENGINE)
     parts = [table.num_rows for _, table in plan.parts(0)]
     assert sum(parts) == plan.recipe.answers and plan.recipe.train.batch_size == plan.recipe.answers
+
+
+def test_an_engine_computes_as_its_learner_unless_a_dtype_is_given(tiny_model_dir: Path) -> None:
+    recipe = tiny_run(tiny_model_dir)
+    wide = replace(recipe, train=replace(recipe.train, precision="bfloat16"))
+    assert RolloutPlan.of(recipe, ENGINE).engine.dtype == ENGINE.dtype == "auto"  # float32 on a CPU
+    assert RolloutPlan.of(wide, ENGINE).engine.dtype == "bfloat16"
+    assert RolloutPlan.of(wide, replace(ENGINE, dtype="float32")).engine.dtype == "float32"

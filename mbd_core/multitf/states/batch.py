@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,8 +17,8 @@ from mbd_core.multitf.states.packing import Together, alone
 AR_SLOT = -1
 """The slot of the causal stream's tokens, which are of no noise-group."""
 
-SequenceColumns = dict[str, list]
-"""One sample's training sequence as lists, named as the fields of `MultiTFBatch` except `sample`."""
+SequenceColumns = dict[str, Any]
+"""One sample's training sequence as lists or arrays, named as the fields of `MultiTFBatch` except `sample`."""
 
 
 @dataclass(frozen=True)
@@ -78,28 +79,21 @@ def collate(samples: Sequence[SequenceColumns], together: Together | None = None
 
 def collate_as(kind: type[AnyBatch], samples: Sequence[SequenceColumns], together: Together | None = None) -> AnyBatch:
     """`collate`, for a kind of batch that may have further columns."""
-    rows = [_one_behind_the_other(samples, numbers) for numbers in together or alone(len(samples))]
-    length = max(len(row["input_ids"]) for row in rows)
+    numbers = together or alone(len(samples))
+    lengths = [len(sample["input_ids"]) for sample in samples]
     fill = {f.name: 0 for f in fields(kind)} | kind.padding
-    columns = {
-        name: torch.tensor(
-            [row[name] + [pad] * (length - len(row[name])) for row in rows],
-            dtype=torch.float64 if isinstance(pad, float) else None,
-        )
-        for name, pad in fill.items()
-    }
-    return kind(**columns)
-
-
-def _one_behind_the_other(samples: Sequence[SequenceColumns], numbers: Sequence[int]) -> SequenceColumns:
-    """The samples of these numbers as one training sequence. Each keeps its positions, streams and blocks."""
-    sequence: SequenceColumns = {name: [] for name in (*samples[0], "sample")}
-    for number in numbers:
-        start, sample = len(sequence["input_ids"]), samples[number]
-        for name, column in sample.items():
-            sequence[name] += [start + place for place in column] if name == "source" else column
-        sequence["sample"] += [number] * len(sample["input_ids"])
-    return sequence
+    shape = len(numbers), max(sum(lengths[number] for number in row) for row in numbers)
+    columns = {name: np.full(shape, pad) for name, pad in fill.items()}
+    for row, in_row in enumerate(numbers):
+        start = 0
+        for number in in_row:
+            own = row, slice(start, start + lengths[number])
+            for name, column in samples[number].items():
+                columns[name][own] = column
+            columns["source"][own] += start
+            columns["sample"][own] = number
+            start += lengths[number]
+    return kind(**{name: torch.from_numpy(column) for name, column in columns.items()})
 
 
 def samples_of(batch: MultiTFBatch) -> list[list[tuple[int, int]]]:

@@ -228,16 +228,15 @@ def replay_row(
         "kl_weights": np.zeros(len(has_label)),
         "nll_weights": np.zeros(len(has_label)),
     }
-    lists = {name: column.tolist() for name, column in columns.items()}
     if not answer.experts:
-        return lists
+        return columns
     if states != "exact" or shrink > 1:
         raise ValueError(
             "recorded experts are those of the engine's forwards: replay them with states=exact, shrink=1"
         )
     times = np.unique(grid.steps[grid.is_decided])
     forwards = np.array([0, *times])[columns["stream"]]
-    return lists | {"experts": _recorded_experts(answer.experts, forwards, columns["positions"])}
+    return columns | {"experts": _recorded_experts(answer.experts, forwards, columns["positions"])}
 
 
 def state_columns(

@@ -12,7 +12,7 @@ from mbd_core.models.layer_parts import Attend
 from mbd_core.models.mlp import MoE, SwiGLU
 from mbd_core.models.rope import Rope
 from mbd_core.multitf.config import Precision
-from mbd_core.ops.attention.whole import DenseAttention, in_many_variants
+from mbd_core.ops.attention.whole import DenseAttention, in_many_variants, score_dtype
 from mbd_core.ops.machine import computes_bfloat16
 
 
@@ -60,5 +60,7 @@ def _call(forward: Any, layer: Any, rows: list[Tensor], ropes: list[Rope], atten
     """A layer's compiled forward. Builds the dense mask's cache first; building it inside would trace a second
     graph."""
     if isinstance(attend, DenseAttention):
-        attend.added(rows[0].device.type, layer.self_attn.q_proj.weight.dtype)
+        kind, dtype = rows[0].device.type, layer.self_attn.q_proj.weight.dtype
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
+        attend.added(score_dtype(kind, dtype))
     return forward(layer, rows, ropes, attend, *others)

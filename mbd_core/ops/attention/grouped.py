@@ -32,70 +32,67 @@ class QueryGroup:
 
 
 @dataclass(frozen=True)
-class GroupedPart:
-    """Groups of similar sizes: their queries (N, W), their keys (N, M), and the attention under their masks."""
-
-    queries: Tensor
-    keys: Tensor
-    attend: DenseAttention
-
-    @classmethod
-    def of(cls, groups: Sequence[QueryGroup], device: torch.device) -> Self:
-        """Padded queries and keys are token 0; a padded query sees one key, and its result goes nowhere."""
-        width, length = (max(sizes) for sizes in zip(*(group.sees.shape for group in groups), strict=True))
-        queries, keys = (np.zeros((len(groups), size), dtype=np.int64) for size in (width, length))
-        sees = np.zeros((len(groups), width, length), dtype=bool)
-        for number, group in enumerate(groups):
-            num_queries, num_keys = group.sees.shape
-            queries[number, :num_queries], keys[number, :num_keys] = group.queries, group.keys
-            sees[number, :num_queries, :num_keys] = group.sees
-            sees[number, num_queries:, 0] = True
-        moved = (torch.from_numpy(column).to(device) for column in (queries, keys, sees[:, None]))
-        return cls(next(moved), next(moved), DenseAttention(next(moved)))
-
-
-@dataclass(frozen=True)
 class GroupedAttention:
     """Scaled dot-product attention within groups. A token that is no group's query gets zeros.
 
-    `places` (B x L): the place of each token's result among the results of all parts, one behind the other; behind
-    them stands a row of zeros.
+    `queries` and `keys` are flat places among B x L tokens, part by part: (N, W) and (N, M) of each, as its mask
+    (N, 1, W, M) says. `places` (B x L): the place of each token's result among the results of all parts; behind them
+    stands a row of zeros.
     """
 
-    parts: tuple[GroupedPart, ...]
+    parts: tuple[DenseAttention, ...]
+    queries: Tensor
+    keys: Tensor
     places: Tensor
 
     @classmethod
     def of(cls, groups: Sequence[QueryGroup], num_tokens: int, device: torch.device) -> Self:
-        """The attention of these groups; a token is a query of at most one."""
-        parts, places, start = [], np.full(num_tokens, -1), 0
+        """The attention of these groups; a token is a query of at most one.
+
+        Padded queries and keys are token 0. A padded query sees one key, and its result goes nowhere.
+        """
+        masks, all_queries, all_keys = [], [], []
+        places, start = np.full(num_tokens, -1), 0
         for alike in _alike(groups):
-            part = GroupedPart.of(alike, device)
-            width = part.queries.shape[1]
+            width, length = (max(sizes) for sizes in zip(*(group.sees.shape for group in alike), strict=True))
+            queries, keys = (np.zeros((len(alike), size), dtype=np.int64) for size in (width, length))
+            sees = np.zeros((len(alike), 1, width, length), dtype=bool)
             for number, group in enumerate(alike):
-                places[group.queries] = start + number * width + np.arange(len(group.queries))
-            start += part.queries.numel()
-            parts.append(part)
+                num_queries, num_keys = group.sees.shape
+                queries[number, :num_queries], keys[number, :num_keys] = group.queries, group.keys
+                sees[number, 0, :num_queries, :num_keys] = group.sees
+                sees[number, 0, num_queries:, 0] = True
+                places[group.queries] = start + number * width + np.arange(num_queries)
+            start += queries.size
+            masks.append(sees)
+            all_queries.append(queries.reshape(-1))
+            all_keys.append(keys.reshape(-1))
         places[places < 0] = start
-        return cls(tuple(parts), torch.from_numpy(places).to(device))
+        columns = (np.concatenate(all_queries), np.concatenate(all_keys), places)
+        at_queries, at_keys, at_results = (torch.from_numpy(column).to(device) for column in columns)
+        parts = tuple(DenseAttention(torch.from_numpy(sees).to(device)) for sees in masks)
+        return cls(parts, at_queries, at_keys, at_results)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Queries (B, L, H, C), keys and values (B, L, K, C) -> (B, L, H, C)."""
-        outputs = [
-            part.attend(
-                layer, *(_rows(places, x) for places, x in ((part.queries, q), (part.keys, k), (part.keys, v)))
-            )
-            .flatten(0, 1)
-            .flatten(1)
-            for part in self.parts
-        ]
+        shapes = [part.mask.shape for part in self.parts]
+        queries = _rows(self.queries, q).split([num * width for num, _, width, _ in shapes])
+        pairs = _rows(self.keys, torch.cat((k, v.to(k.dtype)), dim=-1)).split([num * keys for num, *_, keys in shapes])
+        outputs = []
+        for part, own_queries, own_pairs in zip(self.parts, queries, pairs, strict=True):
+            num, _, width, length = part.mask.shape
+            own_keys, own_values = own_pairs.unflatten(0, (num, length)).chunk(2, dim=-1)
+            out = part(layer, own_queries.unflatten(0, (num, width)), own_keys, own_values)
+            outputs.append(out.flatten(0, 1).flatten(1).to(v.dtype))
         zeros = v.new_zeros(1, q.shape[-2] * q.shape[-1])
-        return F.embedding(self.places, torch.cat([*(out.to(zeros) for out in outputs), zeros])).view(q.shape)
+        return F.embedding(self.places, torch.cat([*outputs, zeros])).view(q.shape)
 
 
 def _rows(places: Tensor, x: Tensor) -> Tensor:
-    """Tokens of x (B, L, H, C) at places (N, W) -> (N, W, H, C). On a CPU an embedding's gradient sums rows fast, and
-    an index's does not."""
+    """Tokens of x (B, L, H, C) at flat places (N) -> (N, H, C).
+
+    On a CPU an embedding's gradient sums rows fast, and an index's does not.
+    """
     return F.embedding(places, x.flatten(0, 1).flatten(1)).unflatten(-1, x.shape[-2:])
 
 

@@ -166,7 +166,7 @@ def test_groups_of_streams_compute_few_pairs() -> None:
     batch = batch_of(StateConfig(block_size=B, max_group=3), lengths=(256,))
     attend = TrainingAttention("streams", CPU).of(batch)
     assert isinstance(attend, StreamAttention)
-    computed = sum(part.attend.mask.numel() for part in attend.whole.parts)
+    computed = sum(part.mask.numel() for part in attend.whole.parts)
     visible = int(dual_stream_mask(batch.stream, batch.block, batch.first, batch.sample).sum())
     assert visible < computed < 0.2 * batch.stream.numel() ** 2
 
