@@ -22,6 +22,8 @@ COMMANDS = {
         "research.rl.teacher",
         "what ledger-mbd learns from itself at one slot, beside a reward and solutions",
     ),
+    "long": ("research.rl.long", "ten thousand and a hundred thousand answers: rewards, a teacher, right solutions"),
+    "signal": ("research.rl.signal", "how much of an update is signal: gradients of disjoint sets of answers"),
     "verified": ("research.verified.study", "drafts that the same weights verify, beside thresholds alone"),
     "gate": ("research.ledger.gate", "whether a model leaves room for the study on ledger-mini"),
     "alignment": (

@@ -137,20 +137,22 @@ def run(
         check_target_folder(out, KIND, overwrite=overwrite)
     questions = drawn_questions(limit, gsm8k_folder, split)
     rows: list[Answered] = []
-    for name, arm in chosen.items():
-        decoding = dict(arm.decoding)
-        if tau_m2t is not None and decoding:
-            decoding["tau_m2t"] = tau_m2t
-        with LLM(arm.model, dtype=arm.dtype or dtype, max_rows=1, **decoding) as llm:
-            rows += answers_of(name, partial(_ask_engine, llm), questions)
-    if transformers:
-        asked = by_transformers(ARMS[BASE].model, dtype, max_tokens=MAX_TOKENS)
-        rows += answers_of("base, transformers' generate", asked, questions)
-    if llama_cpp is not None:
-        rows += answers_of("base, llama.cpp", by_llama_cpp(llama_cpp, max_tokens=MAX_TOKENS), questions)
-    if out is not None:
-        with folder_beside(out, KIND, overwrite=overwrite) as folder:
-            write_text(folder / ROWS, "".join(json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in rows))
+    try:
+        for name, arm in chosen.items():
+            decoding = dict(arm.decoding)
+            if tau_m2t is not None and decoding:
+                decoding["tau_m2t"] = tau_m2t
+            with LLM(arm.model, dtype=arm.dtype or dtype, max_rows=1, **decoding) as llm:
+                rows += answers_of(name, partial(_ask_engine, llm), questions)
+        if transformers:
+            asked = by_transformers(ARMS[BASE].model, dtype, max_tokens=MAX_TOKENS)
+            rows += answers_of("base, transformers' generate", asked, questions)
+        if llama_cpp is not None:
+            rows += answers_of("base, llama.cpp", by_llama_cpp(llama_cpp, max_tokens=MAX_TOKENS), questions)
+    finally:  # a late arm that fails loses no earlier arm's answers
+        if out is not None and rows:
+            with folder_beside(out, KIND, overwrite=overwrite) as folder:
+                write_text(folder / ROWS, "".join(json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in rows))
     print("\n".join(report(rows)))
 
 

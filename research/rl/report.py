@@ -207,7 +207,7 @@ def render(table: pa.Table, means: DrawnMeans, training: pa.Table | None) -> str
         "",
         "No claim was stated of most of these.",
         "",
-        *_arm_lines(table),
+        *arm_lines(table, {name: NAMES[name] for name in sorted(ARMS)}),
         "",
         *(["## What training saw", "", *_training_lines(training), ""] if training is not None else []),
         *cell_sections(means, NAMES),
@@ -252,15 +252,16 @@ def _claim_lines(verdicts: Sequence[JudgedArmClaim]) -> list[str]:
     return table_lines(heads, rows, num_text=2)
 
 
-def _arm_lines(table: pa.Table) -> list[str]:
+def arm_lines(table: pa.Table, names: Mapping[str, str]) -> list[str]:
+    """Each model minus the start, over the seeds that both have."""
     measures: tuple[ArmMeasure, ...] = ("accuracy", "tpf", "aup")
     lines = []
-    for name in sorted(ARMS):
+    for name, text in names.items():
         rows = of_recipes(table, (name, BASE))
         if rows is not None:
             means = bootstrap_means(paired_rows(rows))
             intervals = [Interval.of_weightings(differences(means, name, BASE, measure)) for measure in measures]
-            lines.append([NAMES[name], len(means.rows.seeds), *map(signed_text, intervals)])
+            lines.append([text, len(means.rows.seeds), *map(signed_text, intervals)])
     return table_lines(["Model", "Seeds", "Accuracy [95 %]", "TPF [95 %]", "AUP [95 %]"], lines, num_text=1)
 
 

@@ -14,7 +14,7 @@ process resumes a killed one's run.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -37,7 +37,18 @@ if TYPE_CHECKING:
 
 RECORD = "study.json"
 METHOD = "study"
-TRAINED = ("iteration", "answers_learned", "correct", "tpf", "tokens", "labels", "kl_reference", "entropy", "d_max")
+TRAINED = (
+    "iteration",
+    "rollouts",
+    "answers_learned",
+    "correct",
+    "tpf",
+    "tokens",
+    "labels",
+    "kl_reference",
+    "entropy",
+    "d_max",
+)
 """The numbers of an iteration that are kept. A number that an objective does not have is empty."""
 
 
@@ -76,14 +87,22 @@ def run(
 
 
 def compute_arms(
-    out: Path, arms: Mapping[str, RLRecipe | TrainingRecipe], size: ArmStudySize, threads: int | None
+    out: Path,
+    arms: Mapping[str, RLRecipe | TrainingRecipe],
+    size: ArmStudySize,
+    threads: int | None,
+    *,
+    only: Sequence[str] = (),
 ) -> None:
-    """Compute the missing pieces of these arms, by this number of threads. Raises the errors of `ArmStudy`."""
+    """Compute the missing pieces of a study's arms, or of `only` some if it names any, by this number of threads.
+
+    Raises the errors of `ArmStudy`.
+    """
     import torch
 
     if threads is not None:
         torch.set_num_threads(threads)
-    ArmStudy(out, arms, size).compute()
+    ArmStudy(out, arms, size).compute(only or tuple(arms))
 
 
 class ArmStudy:
@@ -102,13 +121,15 @@ class ArmStudy:
             out.mkdir(parents=True, exist_ok=True)
             write_json(path, recorded)
 
-    def compute(self) -> None:
-        """Trains and evaluates the pieces that no process has done or is doing: all arms of a seed, then those of the
-        next."""
+    def compute(self, names: Sequence[str]) -> None:
+        """Trains and evaluates the pieces of these arms, and the start's, that no process has done or is doing.
+
+        All of a seed come before those of the next.
+        """
         from mbd_core.checkpoint.shipped import model_folder
 
         for seed in self.size.seeds:
-            for name in (BASE, *self.arms):
+            for name in (BASE, *names):
                 with self._taken(name, seed) as is_ours:
                     if not is_ours:
                         continue

@@ -24,6 +24,8 @@ from research.rl.study import ArmStudySize, compute_arms
 from research.tables import table_lines
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     import pyarrow as pa
 
     from mbd_core.multitf.recipes.recipe import TrainingRecipe
@@ -97,7 +99,7 @@ def report(out: Path) -> str:
         "",
         "Over the seeds that both have.",
         "",
-        *_difference_lines(table, names),
+        *difference_lines(table, names, NAMES, taus=(START_TAU, TAUGHT_TAU)),
         "",
         *cell_sections(means, NAMES),
     ]
@@ -106,8 +108,10 @@ def report(out: Path) -> str:
     return text
 
 
-def _difference_lines(table: pa.Table, names: list[str]) -> list[str]:
-    """Each model minus the start, over the seeds that both have."""
+def difference_lines(
+    table: pa.Table, names: Sequence[str], texts: Mapping[str, str], *, taus: Sequence[float]
+) -> list[str]:
+    """Each model at each threshold minus the start at `START_TAU`, over the seeds that both have."""
     from mbd_core.evaluation.measures.statistics import Interval
     from research.ledger.report import signed_text
     from research.ledger.rows import StudyCell, bootstrap_means, paired_rows
@@ -118,10 +122,10 @@ def _difference_lines(table: pa.Table, names: list[str]) -> list[str]:
         rows = of_recipes(table, [name, BASE])
         assert rows is not None, "all of them share a seed"
         means = bootstrap_means(paired_rows(rows))
-        for tau in (START_TAU, TAUGHT_TAU) if name != BASE else (TAUGHT_TAU,):
+        for tau in taus if name != BASE else (TAUGHT_TAU,):
             cell = StudyCell(name, SLOTS, tau)
             intervals = [Interval.of_weightings(means.difference(cell, start, kind)) for kind in ("accuracy", "tpf")]
-            lines.append([NAMES[name], f"{tau:g}", len(means.rows.seeds), *map(signed_text, intervals)])
+            lines.append([texts[name], f"{tau:g}", len(means.rows.seeds), *map(signed_text, intervals)])
     return table_lines(["Model", "tau_m2t", "Seeds", "Accuracy [95 %]", "TPF [95 %]"], lines, num_text=1)
 
 

@@ -68,6 +68,21 @@ def test_an_arm_may_compute_in_a_dtype_of_its_own(
     assert "int4" in capsys.readouterr().err and len(made) == 2
 
 
+def test_a_late_arm_that_fails_loses_no_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def engine(model: str, **_: object) -> nullcontext[None]:
+        if model == "b":
+            raise ValueError("b is no model")
+        return nullcontext()
+
+    row = Answered(arm=BASE, task="gsm-mini", is_right=True, tokens=6, forwards=2, seconds=1.0, text="#### 5")
+    monkeypatch.setattr(mbd_core, "LLM", engine)
+    monkeypatch.setattr(comparison, "answers_of", lambda *_: [row])
+    monkeypatch.setattr(comparison, "ARMS", {BASE: ARMS[BASE]})
+    arms = ["--arms", '{"late": {"model": "b", "decoding": {}}}', "--out", str(tmp_path / "out")]
+    assert main(["--limit", "1", *arms]) == 2
+    assert comparison.kept_rows(tmp_path / "out") == [row]
+
+
 def test_the_sentences_say_what_the_rows_say() -> None:
     row = Answered(arm=BASE, task="gsm-mini", is_right=False, tokens=40, forwards=40, seconds=2.0)
     rows = [

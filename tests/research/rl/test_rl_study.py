@@ -142,11 +142,11 @@ def test_a_study_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.Mo
     with monkeypatch.context() as patch:
         patch.setattr("research.rl.study._supervised", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            first.compute()
+            first.compute(tuple(arms))
     rows = tmp_path / "out" / "rows"
     assert {path.stem for path in rows.iterdir()} == {run_name(BASE, 1), run_name("rl-A", 1)}
     before = (rows / f"{run_name('rl-A', 1)}.parquet").stat().st_mtime_ns
-    ArmStudy(tmp_path / "out", arms, size).compute()
+    ArmStudy(tmp_path / "out", arms, size).compute(tuple(arms))
     assert (rows / f"{run_name('rl-D', 1)}.parquet").exists()
     assert (rows / f"{run_name('rl-A', 1)}.parquet").stat().st_mtime_ns == before, "a piece is computed once"
     assert "A: correctness + TPF" in report(tmp_path / "out")

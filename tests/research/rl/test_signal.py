@@ -1,0 +1,31 @@
+"""How much of an update is signal: what is published is the report of its numbers, and a measurement in small."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from research.rl.signal import PLOT, RECORD, REPORT, REWARDS, TEACHER, SignalSize, main, measure, report
+
+PUBLISHED = Path(__file__).resolve().parents[3] / "research" / "published" / "signal"
+
+
+def test_the_published_report_is_that_of_its_numbers(tmp_path: Path) -> None:
+    shutil.copy(PUBLISHED / RECORD, tmp_path)
+    assert report(tmp_path) == (PUBLISHED / REPORT).read_text()
+    assert (tmp_path / PLOT).stat().st_size > 10_000
+
+
+@pytest.mark.slow  # it draws 96 answers
+def test_likelihood_and_teacher_have_more_signal_than_rewards() -> None:
+    objectives = measure(SignalSize(sets=2, problems=6))
+    assert set(objectives) == {*REWARDS, TEACHER}
+    means = {name: numbers["cosines"][0] for name, numbers in objectives.items()}
+    assert all(len(numbers["norms"]) == 2 and min(numbers["norms"]) > 0 for numbers in objectives.values())
+    assert min(means["likelihood of right answers"], means[TEACHER]) > max(means["correctness"], means["both"])
+    assert objectives["likelihood of right answers"]["sharpens"][0] > 0.2
+
+
+def test_sets_without_a_signal_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--out", str(tmp_path / "out"), "--sets", "1"]) == 2
+    assert "sets" in capsys.readouterr().err
