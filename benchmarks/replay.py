@@ -56,7 +56,7 @@ PHASES = {
     "d_mean": "mean abs d in bfloat16|.2g",
     "ratio": "update in bfloat16 by rollouts|.2f",
 }
-"""Of an iteration of reinforcement learning. Each update but the last is the one before it with one change."""
+"""Of an iteration of reinforcement learning. Each update after the first has one change, except the teacher's."""
 
 THREE_TIMES = BenchmarkOptions()
 

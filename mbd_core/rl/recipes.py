@@ -65,12 +65,23 @@ LEDGER_OPD = replace(
     TINY_OPD,
     name="ledger-opd",
     rollouts=replace(TINY_OPD.rollouts, prompts=64),
-    train=replace(TINY_OPD.train, lr=1e-3, warmup=2, schedule="linear", optimizer="muon", betas=(0.9, 0.95)),
-    held_out=HeldOutConfig(evaluate_every=10, held_out=200, thresholds=(0.8, 0.85, 0.9, 0.95)),
-    iterations=20,
+    train=replace(
+        TINY_OPD.train,
+        lr=1e-3,
+        warmup=5,
+        schedule="linear",
+        optimizer="muon",
+        betas=(0.9, 0.95),
+        precision="auto",
+    ),
+    held_out=HeldOutConfig(evaluate_every=20, held_out=200, thresholds=(0.8, 0.85, 0.9, 0.95)),
+    iterations=160,
 )
-"""1,280 answers of `ledger-mbd`, taught by the same weights at one slot. The learning rate falls to 0: at a constant
-rate a model ends in the noise of its last updates. Its gain is in research/README.md."""
+"""10,240 answers of `ledger-mbd`, taught by the same weights at one slot: the shipped model `ledger-opd`.
+
+The learning rate falls to 0: at a constant rate a model ends in the noise of its last updates. Its gain is in
+research/README.md.
+"""
 
 RL_RECIPES = {recipe.name: recipe for recipe in (LEDGER_RL, LEDGER_OPD, TINY_RL, TINY_OPD)}
 

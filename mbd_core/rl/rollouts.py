@@ -68,7 +68,7 @@ class RolloutPlan:
         """Loads and checks all inputs of a run; raises `ValueError`, one sentence, for an input it cannot honour."""
         check_judges(recipe.rewards)
         if engine.dtype == "auto" and recipe.train.precision == "bfloat16":
-            engine = replace(engine, dtype="bfloat16")  # as the learner computes
+            engine = replace(engine, dtype="bfloat16")  # as the learner is asked to compute
         place = fetch_model(recipe.model)
         start = model_folder(place)
         contents = read_folder(start)
@@ -214,7 +214,7 @@ class RolloutEngine:
 
     def __init__(self, model: str, engine: EngineConfig, *, tensor_parallel: int = 1) -> None:
         if engine.dtype == "auto" and default_device().type == "cpu":
-            engine = replace(engine, dtype="float32")  # the learner's
+            engine = replace(engine, dtype="float32")  # as exact as a learner in float32
         self._loaded = load_engine(model_folder(model), engine, tensor_parallel=tensor_parallel)
         self._loaded.prepare()
         self._model = DecodingModel(self._loaded.engine, self._loaded.tokenizer)

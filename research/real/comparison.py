@@ -143,17 +143,25 @@ def run(
             if tau_m2t is not None and decoding:
                 decoding["tau_m2t"] = tau_m2t
             with LLM(arm.model, dtype=arm.dtype or dtype, max_rows=1, **decoding) as llm:
-                rows += answers_of(name, partial(_ask_engine, llm), questions)
+                rows += list(answers_of(name, partial(_ask_engine, llm), questions))
         if transformers:
             asked = by_transformers(ARMS[BASE].model, dtype, max_tokens=MAX_TOKENS)
-            rows += answers_of("base, transformers' generate", asked, questions)
+            rows += list(answers_of("base, transformers' generate", asked, questions))
         if llama_cpp is not None:
-            rows += answers_of("base, llama.cpp", by_llama_cpp(llama_cpp, max_tokens=MAX_TOKENS), questions)
-    finally:  # a late arm that fails loses no earlier arm's answers
+            asked = by_llama_cpp(llama_cpp, max_tokens=MAX_TOKENS)
+            rows += list(answers_of("base, llama.cpp", asked, questions))
+    except BaseException:  # the answers of the arms before it are kept beside the folder
         if out is not None and rows:
-            with folder_beside(out, KIND, overwrite=overwrite) as folder:
-                write_text(folder / ROWS, "".join(json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in rows))
+            _keep(rows, out.with_name(f"{out.name}-partial"), overwrite=True)
+        raise
+    if out is not None:
+        _keep(rows, out, overwrite=overwrite)
     print("\n".join(report(rows)))
+
+
+def _keep(rows: Sequence[Answered], out: Path, *, overwrite: bool) -> None:
+    with folder_beside(out, KIND, overwrite=overwrite) as folder:
+        write_text(folder / ROWS, "".join(json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in rows))
 
 
 def kept_rows(folder: Path) -> list[Answered]:

@@ -55,13 +55,17 @@ where a point crosses that line."""
 
 @dataclass(frozen=True, kw_only=True)
 class ArmClaim:
-    """`first` is above `second` in each of `measures`. Each measure has the bound of the difference; without a bound
-    the difference's interval must hold 0."""
+    """`first`, at its threshold `first_tau`, is above `second` at `CLAIM_TAU` in each of `measures`.
+
+    Each measure has the bound of the difference; without a bound the difference's interval must hold 0. An AUP is over
+    all thresholds.
+    """
 
     text: str
     first: str
     second: str
     measures: tuple[tuple[ArmMeasure, float | None], ...]
+    first_tau: float = CLAIM_TAU
 
 
 AUP_ABOVE: tuple[tuple[ArmMeasure, float | None], ...] = (("aup", 0.0),)
@@ -104,7 +108,8 @@ def judge(claim: ArmClaim, table: pa.Table) -> JudgedArmClaim:
     paired = paired_rows(rows)
     means, seeds = bootstrap_means(paired), each_seed(paired)
     intervals = [
-        Interval.of_weightings(differences(means, claim.first, claim.second, name)) for name, _ in claim.measures
+        Interval.of_weightings(differences(means, claim.first, claim.second, name, first_tau=claim.first_tau))
+        for name, _ in claim.measures
     ]
     verdicts = [_verdict(difference, bound) for difference, (_, bound) in zip(intervals, claim.measures, strict=True)]
     verdict: Verdict = (
@@ -117,7 +122,8 @@ def judge(claim: ArmClaim, table: pa.Table) -> JudgedArmClaim:
         else "not shown"
     )
     over_seeds = tuple(
-        student_interval(differences(seeds, claim.first, claim.second, name).tolist()) for name, _ in claim.measures
+        student_interval(differences(seeds, claim.first, claim.second, name, first_tau=claim.first_tau).tolist())
+        for name, _ in claim.measures
     )
     return JudgedArmClaim(
         claim=claim,
@@ -134,25 +140,28 @@ def _verdict(difference: Interval, bound: float | None) -> Verdict:
     return "shown" if difference.is_above(bound) else "contradicted" if difference.is_below(bound) else "not shown"
 
 
-def differences(means: DrawnMeans, first: str, second: str, measure: ArmMeasure) -> np.ndarray:
+def differences(
+    means: DrawnMeans, first: str, second: str, measure: ArmMeasure, *, first_tau: float = CLAIM_TAU
+) -> np.ndarray:
     """The first recipe's measure minus the second's in each draw (D,)."""
     if measure == "aup":
         curves = means.rows.curves
         return means.aup(curves[first, SLOTS]) - means.aup(curves[second, SLOTS])
-    first_cell, second_cell = (StudyCell(name, SLOTS, CLAIM_TAU) for name in (first, second))
+    first_cell, second_cell = StudyCell(first, SLOTS, first_tau), StudyCell(second, SLOTS, CLAIM_TAU)
     return means.difference(first_cell, second_cell, measure)
 
 
 def of_recipes(table: pa.Table, recipes: Sequence[str]) -> pa.Table | None:
     """The rows of these recipes for their common seeds; `None` without such a seed."""
-    common = set.intersection(*(_seeds(table, name) for name in recipes))
+    common = set.intersection(*(seeds_of(table, name) for name in recipes))
     if not common:
         return None
     is_in = pc.and_(pc.is_in(table["recipe"], pa.array(recipes)), pc.is_in(table["seed"], pa.array(sorted(common))))
     return table.filter(is_in)
 
 
-def _seeds(table: pa.Table, recipe: str) -> set[int]:
+def seeds_of(table: pa.Table, recipe: str) -> set[int]:
+    """The seeds of a recipe's rows."""
     return set(table.filter(pc.equal(table["recipe"], recipe))["seed"].unique().to_pylist())
 
 
@@ -175,8 +184,8 @@ def report(out: Path) -> str:
     Raises `ValueError` if there are no rows, or no rows of the start.
     """
     table = gathered(out)
-    start = _seeds(table, BASE)
-    whole = [name for name in (BASE, *sorted(ARMS)) if _seeds(table, name) == start]
+    start = seeds_of(table, BASE)
+    whole = [name for name in (BASE, *sorted(ARMS)) if seeds_of(table, name) == start]
     rows = of_recipes(table, whole)
     if rows is None:
         raise ValueError(f"{out / ROWS} has no rows of the start, with which all models are compared")
@@ -201,7 +210,7 @@ def render(table: pa.Table, means: DrawnMeans, training: pa.Table | None) -> str
         "",
         "## Claims",
         "",
-        *_claim_lines([judge(claim, table) for claim in CLAIMS]),
+        *claim_lines([judge(claim, table) for claim in CLAIMS]),
         "",
         f"## Each model minus the start, at tau_m2t = {CLAIM_TAU}",
         "",
@@ -233,7 +242,8 @@ def cell_sections(means: DrawnMeans, names: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _claim_lines(verdicts: Sequence[JudgedArmClaim]) -> list[str]:
+def claim_lines(verdicts: Sequence[JudgedArmClaim]) -> list[str]:
+    """A row for each measure of each claim."""
     rows = []
     for judged in verdicts:
         for number, (measure, bound) in enumerate(judged.claim.measures):

@@ -1,7 +1,7 @@
 """How much of an update is signal: gradients of one objective on disjoint sets of answers, and the angle between them.
 
 Two sets of answers to different problems have the same expected gradient. So the cosine between their gradients is the
-share of signal in each: 1 without noise, 0 where noise is all. Nothing is trained.
+share of signal in each: 1 without noise, 0 if all is noise. Nothing is trained.
 
 signal.json   the gradients' numbers, set by set and pair by pair, with the settings
 signal.md, signal.png
@@ -16,7 +16,7 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Annotated, Any
 
 from jobs.command_line import OutFolder, OwnThreads
@@ -210,20 +210,19 @@ def report(out: Path) -> str:
     size, objectives = SignalSize(**record["size"]), record["objectives"]
     lines = []
     for name, numbers in objectives.items():
-        mean = fmean(numbers["cosines"])
-        spread = f"{mean:+.2f} [{min(numbers['cosines']):+.2f}, {max(numbers['cosines']):+.2f}]"
-        answers = round(fmean(numbers["answers"]))
-        equal = f"{answers * (1 - mean) / mean:,.0f}" if mean > 0.02 else "-"
-        lines.append([name, answers, spread, equal, f"{fmean(numbers['sharpens']):+.2f}"])
+        cosines, answers = numbers["cosines"], round(fmean(numbers["answers"]))
+        spread = f"{fmean(cosines):+.2f} [{min(cosines):+.2f}, {max(cosines):+.2f}]"
+        lines.append([name, answers, spread, equal_parts(answers, cosines), f"{fmean(numbers['sharpens']):+.2f}"])
     heads = ["Objective", "Answers", "Cosine [least, largest]", "Answers for equal parts", "Sharpens"]
     text = "\n".join(
         [
             "# How much of an update is signal",
             "",
             f"Gradients of `ledger-mbd` on {size.sets} disjoint sets of {8 * size.problems} answers at four slots, in "
-            "pairs. Answers: those that a set's groups leave. Answers for equal parts: n (1 - c) / c, where signal "
-            "and noise of an update are equal. Sharpens: the cosine of the gradient with that of the labels' mean "
-            "entropy; a descent along a positive one makes the model surer.",
+            "pairs. Answers: those that a set's groups leave. Answers for equal parts: of n answers with the cosine "
+            "c, n (1 - c) / c have as much signal as noise; where c is within two standard errors of 0 (of the pairs, "
+            "as if they were independent), the number is above that of two standard errors. Sharpens: the cosine of "
+            "the gradient with that of the labels' mean entropy; a descent along a positive one makes a model surer.",
             "",
             *table_lines(heads, lines, num_text=1),
             "",
@@ -234,6 +233,17 @@ def report(out: Path) -> str:
     draw(objectives, out / PLOT)
     write_text(out / REPORT, text)
     return text
+
+
+def equal_parts(answers: int, cosines: Sequence[float]) -> str:
+    """How many answers have as much signal as noise, to two digits, or the least number that the pairs allow."""
+    mean = fmean(cosines)
+    error = stdev(cosines) / len(cosines) ** 0.5 if len(cosines) > 1 else mean
+    is_seen = mean > 2 * error
+    c = mean if is_seen else mean + 2 * error
+    if c <= 0:
+        return "-"
+    return f"{'' if is_seen else 'more than '}{float(f'{answers * (1 - c) / c:.1e}'):,.0f}"
 
 
 def draw(objectives: dict[str, dict[str, Any]], path: Path) -> None:

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from mbd_core.multitf.recipes.recipe import TrainingRecipe
     from mbd_core.rl.config import RLRecipe
 
-TEACHER = replace(LEDGER_OPD, name="opd-teacher")
+TEACHER = replace(
+    LEDGER_OPD, name="opd-teacher", train=replace(LEDGER_OPD.train, warmup=2, precision="float32"), iterations=20
+)
 REWARD = replace(LEDGER_RL, name="opd-reward", iterations=TEACHER.iterations)
 """`ledger-rl`: correctness and TPF, 8 answers to each of 8 problems."""
 
@@ -41,7 +43,14 @@ SOLUTIONS = replace(
     name="opd-solutions",
     base="ledger-mbd",
     data=replace(LEDGER_MBD.data, per_task=TEACHER.answers * TEACHER.iterations, seed=FRESH_STREAMS),
-    train=replace(TEACHER.train, steps=TEACHER.iterations, batch_size=TEACHER.answers, teacher=None),
+    train=replace(
+        TEACHER.train,
+        steps=TEACHER.iterations,
+        batch_size=TEACHER.answers,
+        teacher=None,
+        pack=None,  # a dense mask computes the pairs of a whole training sequence
+        micro_batch=4,
+    ),
 )
 """MultiTF on the same number of right solutions, with the teacher's optimizer, rate and batch. It is a recipe of
 `mbd train`."""

@@ -18,7 +18,9 @@ from mbd_core.decoding.blocks.request import Request
 from mbd_core.engine.config import LEAST_SLOTS, EngineConfig
 from mbd_core.fields import load
 from mbd_core.multitf.recipes.by_name import RECIPES
-from mbd_core.multitf.recipes.recipe import TrainingRecipe, with_precision
+from mbd_core.multitf.recipes.recipe import RL_RECIPE, TrainingRecipe, with_precision
+from mbd_core.rl.config import RLRecipe
+from mbd_core.rl.recipes import RL_RECIPES
 from mbd_core.serving.tokens.load import load_engine
 from mbd_core.tasks import gsm_mini, ledger_mini
 
@@ -26,7 +28,7 @@ NAMES = sorted(p.parent.name for p in SHIPPED.glob("*/config.json"))
 
 
 def test_the_models_are_there() -> None:
-    assert {"tiny-bd", "tiny-mbd", "ledger-bd", "ledger-mbd", "ledger-tf"} <= set(NAMES)
+    assert {"tiny-bd", "tiny-mbd", "ledger-bd", "ledger-mbd", "ledger-tf", "ledger-opd"} <= set(NAMES)
 
 
 def test_together_they_are_small() -> None:
@@ -55,7 +57,7 @@ def test_an_adapted_model_of_the_package_index_writes_sentences(name: str) -> No
     assert text.strip() == "Returns the name of the given user." and output.finish_reason == "stop"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in RL_RECIPES])
 def test_each_carries_the_recipe_that_made_it(name: str) -> None:
     recorded = json.loads((model_folder(name) / "recipe.json").read_text())
     recipe = load(TrainingRecipe, recorded)  # fields that came later have defaults that mean what was done then
@@ -64,7 +66,12 @@ def test_each_carries_the_recipe_that_made_it(name: str) -> None:
     assert as_json(recipe) == as_json(named)
 
 
-def as_json(recipe: TrainingRecipe) -> dict[str, Any]:
+@pytest.mark.parametrize("name", [name for name in NAMES if name in RL_RECIPES])
+def test_a_model_of_reinforcement_learning_carries_its_recipe_too(name: str) -> None:
+    assert json.loads((model_folder(name) / RL_RECIPE).read_text()) == as_json(RL_RECIPES[name])
+
+
+def as_json(recipe: TrainingRecipe | RLRecipe) -> dict[str, Any]:
     return json.loads(json.dumps(asdict(recipe), default=str))
 
 

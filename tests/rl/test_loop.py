@@ -381,7 +381,7 @@ def test_a_recipe_can_be_planned(name: str) -> None:
     assert sum(parts) == plan.recipe.answers and plan.recipe.train.batch_size == plan.recipe.answers
 
 
-def test_an_engine_computes_as_its_learner_unless_a_dtype_is_given(tiny_model_dir: Path) -> None:
+def test_an_engine_computes_in_bfloat16_where_its_learner_is_asked_to(tiny_model_dir: Path) -> None:
     recipe = tiny_run(tiny_model_dir)
     wide = replace(recipe, train=replace(recipe.train, precision="bfloat16"))
     assert RolloutPlan.of(recipe, ENGINE).engine.dtype == ENGINE.dtype == "auto"  # float32 on a CPU

@@ -88,8 +88,8 @@ def collate_as(kind: type[AnyBatch], samples: Sequence[SequenceColumns], togethe
         start = 0
         for number in in_row:
             own = row, slice(start, start + lengths[number])
-            for name, column in samples[number].items():
-                columns[name][own] = column
+            for name in columns.keys() - {"sample"}:
+                np.copyto(columns[name][own], samples[number][name], casting="same_kind")
             columns["source"][own] += start
             columns["sample"][own] = number
             start += lengths[number]

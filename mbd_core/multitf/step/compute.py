@@ -60,7 +60,5 @@ def _call(forward: Any, layer: Any, rows: list[Tensor], ropes: list[Rope], atten
     """A layer's compiled forward. Builds the dense mask's cache first; building it inside would trace a second
     graph."""
     if isinstance(attend, DenseAttention):
-        kind, dtype = rows[0].device.type, layer.self_attn.q_proj.weight.dtype
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
-        attend.added(score_dtype(kind, dtype))
+        attend.added(score_dtype(rows[0].device.type, layer.self_attn.q_proj.weight.dtype))
     return forward(layer, rows, ropes, attend, *others)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mbd_core.ops.attention.whole import DenseAttention
+from mbd_core.ops.attention.whole import DenseAttention, score_dtype
 
 PADDING = 1.25
 """The largest number of computed pairs of a part, as a multiple of its groups' own pairs."""
@@ -51,7 +51,8 @@ class GroupedAttention:
 
         Padded queries and keys are token 0. A padded query sees one key, and its result goes nowhere.
         """
-        masks, all_queries, all_keys = [], [], []
+        none = np.zeros(0, dtype=np.int64)
+        masks, all_queries, all_keys = [], [none], [none]
         places, start = np.full(num_tokens, -1), 0
         for alike in _alike(groups):
             width, length = (max(sizes) for sizes in zip(*(group.sees.shape for group in alike), strict=True))
@@ -75,9 +76,10 @@ class GroupedAttention:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Queries (B, L, H, C), keys and values (B, L, K, C) -> (B, L, H, C)."""
-        shapes = [part.mask.shape for part in self.parts]
+        shapes, dtype = [part.mask.shape for part in self.parts], score_dtype(v.device.type, v.dtype)
         queries = _rows(self.queries, q).split([num * width for num, _, width, _ in shapes])
-        pairs = _rows(self.keys, torch.cat((k, v.to(k.dtype)), dim=-1)).split([num * keys for num, *_, keys in shapes])
+        keys_and_values = torch.cat((k.to(dtype), v.to(dtype)), dim=-1)
+        pairs = _rows(self.keys, keys_and_values).split([num * keys for num, *_, keys in shapes])
         outputs = []
         for part, own_queries, own_pairs in zip(self.parts, queries, pairs, strict=True):
             num, _, width, length = part.mask.shape

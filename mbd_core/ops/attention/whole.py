@@ -48,10 +48,12 @@ class DenseAttention:
 
 
 def score_dtype(kind: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which values of this dtype are attended to on this kind of device.
+    """The dtype in which values of this dtype are attended to on this kind of device: autocast's where it is on.
 
-    On a CPU a backward pass takes three times as long in bfloat16 as in float32.
+    On a CPU it is float32 instead of bfloat16, in which a backward pass takes three times as long.
     """
+    if torch.is_autocast_enabled(kind) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(kind)
     return torch.float32 if (kind, dtype) == ("cpu", torch.bfloat16) else dtype
 
 

@@ -77,10 +77,14 @@ def test_a_late_arm_that_fails_loses_no_answers(monkeypatch: pytest.MonkeyPatch,
     row = Answered(arm=BASE, task="gsm-mini", is_right=True, tokens=6, forwards=2, seconds=1.0, text="#### 5")
     monkeypatch.setattr(mbd_core, "LLM", engine)
     monkeypatch.setattr(comparison, "answers_of", lambda *_: [row])
+    monkeypatch.setattr(comparison, "report", lambda _: [])
     monkeypatch.setattr(comparison, "ARMS", {BASE: ARMS[BASE]})
-    arms = ["--arms", '{"late": {"model": "b", "decoding": {}}}', "--out", str(tmp_path / "out")]
-    assert main(["--limit", "1", *arms]) == 2
-    assert comparison.kept_rows(tmp_path / "out") == [row]
+    assert main(["--limit", "1", "--out", str(tmp_path / "out")]) == 0
+    arms = ["--arms", '{"late": {"model": "b", "decoding": {}}}', "--out", str(tmp_path / "out"), "--overwrite"]
+    for _ in range(2):
+        assert main(["--limit", "2", *arms]) == 2
+        assert comparison.kept_rows(tmp_path / "out-partial") == [row]
+    assert comparison.kept_rows(tmp_path / "out") == [row], "the whole run before it stays"
 
 
 def test_the_sentences_say_what_the_rows_say() -> None:
