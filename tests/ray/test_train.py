@@ -170,7 +170,8 @@ def test_a_killed_worker_costs_time_and_nothing_else(undisturbed, tiny_recipe, t
         (["--recipe", "tiny-bd", "--workers", "7"], "does not divide over 7 workers"),
         (
             ["--recipe", "tiny-bd", "--base", "nowhere"],
-            "known: ledger-bd, ledger-mbd, ledger-opd, ledger-tf, smollm2-135m, smollm2-bd, smollm2-mbd, tiny-bd",
+            "known name; known: "
+            "ledger-bd, ledger-mbd, ledger-opd, ledger-tf, smollm2-135m, smollm2-bd, smollm2-mbd, tiny-bd",
         ),
         (["--recipe", "tiny-bd", "--resume", "--storage", "."], "there is no run"),
     ],
