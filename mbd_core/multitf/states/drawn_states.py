@@ -93,4 +93,4 @@ def learned_row(
     columns |= {"weights": has_label / max(1, has_label.sum()), "rollout": np.zeros_like(has_label)}
     for name in ("forward", "logprobs"):
         del columns[name]
-    return {name: column.tolist() for name, column in columns.items()}
+    return columns
