@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -115,7 +116,9 @@ def run(
         Path | None,
         Flag("Ask the base by llama.cpp, too (package llama-cpp-python): its GGUF file.", MODEL, metavar="FILE"),
     ] = None,
-    out: Annotated[Path | None, Flag("Folder that keeps the rows.", OUTPUT, metavar="DIR")] = None,
+    out: Annotated[
+        Path | None, Flag("Folder that keeps the rows; DIR-partial, if an arm fails.", OUTPUT, metavar="DIR")
+    ] = None,
     overwrite: Annotated[bool, Flag("Replace a folder that this command wrote before.", OUTPUT)] = False,
     report_only: Annotated[
         Path | None, Flag("Ask nothing: the table of the rows in this folder.", OUTPUT, metavar="DIR")
@@ -150,9 +153,11 @@ def run(
         if llama_cpp is not None:
             asked = by_llama_cpp(llama_cpp, max_tokens=MAX_TOKENS)
             rows += list(answers_of("base, llama.cpp", asked, questions))
-    except BaseException:  # the answers of the arms before it are kept beside the folder
+    except BaseException:
         if out is not None and rows:
-            _keep(rows, out.with_name(f"{out.name}-partial"), overwrite=True)
+            partial_out = out.with_name(f"{out.name}-partial")
+            _keep(rows, partial_out, overwrite=True)
+            print(f"the answers of the arms before it are kept in {partial_out}", file=sys.stderr)
         raise
     if out is not None:
         _keep(rows, out, overwrite=overwrite)

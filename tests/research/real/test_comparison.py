@@ -68,7 +68,9 @@ def test_an_arm_may_compute_in_a_dtype_of_its_own(
     assert "int4" in capsys.readouterr().err and len(made) == 2
 
 
-def test_a_late_arm_that_fails_loses_no_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_late_arm_that_fails_loses_no_answers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def engine(model: str, **_: object) -> nullcontext[None]:
         if model == "b":
             raise ValueError("b is no model")
@@ -84,6 +86,7 @@ def test_a_late_arm_that_fails_loses_no_answers(monkeypatch: pytest.MonkeyPatch,
     for _ in range(2):
         assert main(["--limit", "2", *arms]) == 2
         assert comparison.kept_rows(tmp_path / "out-partial") == [row]
+        assert f"kept in {tmp_path / 'out-partial'}" in capsys.readouterr().err
     assert comparison.kept_rows(tmp_path / "out") == [row], "the whole run before it stays"
 
 
