@@ -11,7 +11,7 @@ signal.md, signal.png
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mbd_core.models.decoder import Decoder
-    from mbd_core.multitf.step.rollout_learner import RolloutLearner
+    from mbd_core.multitf.states.answer import ReplayedAnswer
+    from mbd_core.multitf.step.distiller import Distiller
+    from mbd_core.multitf.step.learner import Learner
     from mbd_core.rl.rows import ScoredRow
 
 RECORD, REPORT, PLOT = "signal.json", "signal.md", "signal.png"
@@ -162,7 +164,7 @@ def gradients(model: Decoder, rows: Sequence[ScoredRow]) -> Iterable[tuple[str, 
     yield TEACHER, Gradient(values, len(every), cosine(values, entropy))
 
 
-def gradient_of(learner: RolloutLearner, answers: Sequence[Any]) -> Tensor:
+def gradient_of(learner: Learner | Distiller, answers: Sequence[ReplayedAnswer]) -> Tensor:
     """The flat gradient of a learner's first update on these answers."""
     import torch
 
@@ -172,12 +174,11 @@ def gradient_of(learner: RolloutLearner, answers: Sequence[Any]) -> Tensor:
         found.append(torch.cat([p.grad.flatten() for p in learner.model.parameters() if p.grad is not None]))
 
     learner.optimizers[0].register_step_pre_hook(read)
-    update: Callable[[Sequence[Any]], object] = learner.update  # type: ignore[attr-defined]
-    update(answers)
+    learner.update(answers)
     return found[0]
 
 
-def entropy_gradient(model: Decoder, answers: Sequence[Any]) -> Tensor:
+def entropy_gradient(model: Decoder, answers: Sequence[ReplayedAnswer]) -> Tensor:
     """The flat gradient of the mean entropy at the places that the answers' forwards decided."""
     import torch
 

@@ -26,6 +26,6 @@ def test_likelihood_and_teacher_have_more_signal_than_rewards() -> None:
     assert objectives["likelihood of right answers"]["sharpens"][0] > 0.2
 
 
-def test_sets_without_a_signal_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_set_has_no_other_to_compare_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--out", str(tmp_path / "out"), "--sets", "1"]) == 2
     assert "sets" in capsys.readouterr().err
