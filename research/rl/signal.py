@@ -78,8 +78,13 @@ def run(
     report_only: Annotated[bool, Flag("Write the report again, from the numbers that are there.", OUTPUT)] = False,
 ) -> None:
     """Compare the gradients of ledger-mbd's objectives on disjoint sets of its answers."""
+    if report_only and not (out / RECORD).is_file():
+        raise ValueError(f"{out} holds no {RECORD}: measure first, without --report-only")
     if not report_only:
         import torch
+
+        if (out / RECORD).exists():
+            raise ValueError(f"{out / RECORD} is there already: give another folder, or --report-only")
 
         if threads is not None:
             torch.set_num_threads(threads)

@@ -29,3 +29,12 @@ def test_likelihood_and_teacher_have_more_signal_than_rewards() -> None:
 def test_one_set_has_no_other_to_compare_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--out", str(tmp_path / "out"), "--sets", "1"]) == 2
     assert "sets" in capsys.readouterr().err
+
+
+def test_numbers_are_neither_overwritten_nor_missed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--out", str(tmp_path), "--report-only"]) == 2
+    assert "measure first" in capsys.readouterr().err
+    shutil.copy(PUBLISHED / RECORD, tmp_path)
+    assert main(["--out", str(tmp_path)]) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert (tmp_path / RECORD).read_bytes() == (PUBLISHED / RECORD).read_bytes()
