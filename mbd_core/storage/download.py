@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from threading import Lock
 from typing import Any
 
 from tqdm import tqdm
@@ -94,17 +95,16 @@ def download(
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         (target / name).touch()
 
-    def fetch(chunk: ByteRange) -> ByteRange:
+    def fetch(chunk: ByteRange) -> None:
         if whole:
             system.get_file(f"{path}/{chunk.name}", str(target / chunk.name))
             _check_length(chunk, (target / chunk.name).stat().st_size)
-            return chunk
+            return
         content = system.cat_file(f"{path}/{chunk.name}", start=chunk.start, end=chunk.end)
         _check_length(chunk, len(content))
         with (target / chunk.name).open("r+b") as file:
             file.seek(chunk.start)
             file.write(content)
-        return chunk
 
     with (
         _told(location, target, remedy),
@@ -112,13 +112,19 @@ def download(
         _bar(location, total, total - wanted) as bar,
         ThreadPoolExecutor(NUM_STREAMS) as streams,
     ):
-        futures = [streams.submit(fetch, chunk) for chunk in missing]
-        try:
-            for future in as_completed(futures):
-                chunk = future.result()
+        noting = Lock()
+
+        def fetch_and_note(chunk: ByteRange) -> None:
+            fetch(chunk)
+            with noting:  # at once: chunks that came before another one's error are kept
                 done.write(f"{chunk}\n")
                 done.flush()
                 bar.update(chunk.num_bytes)
+
+        futures = [streams.submit(fetch_and_note, chunk) for chunk in missing]
+        try:
+            for future in as_completed(futures):
+                future.result()
         except BaseException:
             streams.shutdown(wait=False, cancel_futures=True)
             raise
