@@ -10,7 +10,7 @@ from typing import Annotated
 from jobs.command_line import OutFolder, OwnThreads
 from mbd_core.command_line import command
 from mbd_core.fields import MODEL, OUTPUT, Flag
-from research.rl.long_arms import LONG_ARMS
+from research.rl.long_arms import LONG_ARMS, STARTS
 from research.rl.study import ArmStudySize, compute_arms
 
 SIZE = ArmStudySize(seeds=(1, 2, 3), problems=300, taus=(0.7, 0.8, 0.85, 0.9, 0.95))
@@ -34,7 +34,7 @@ def run(
     if unknown := [name for name in arms if name not in LONG_ARMS]:
         raise ValueError(f"--arms {unknown[0]} is no arm; choose of {', '.join(LONG_ARMS)}")
     if not report_only:
-        compute_arms(out, LONG_ARMS, size, threads, only=arms)
+        compute_arms(out, LONG_ARMS, size, threads, only=arms, starts=STARTS)
     print(report(out))
 
 

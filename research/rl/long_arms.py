@@ -10,6 +10,7 @@ from mbd_core.rl.groups import GroupConfig
 from mbd_core.rl.parts import CORRECT
 from mbd_core.rl.recipes import LEDGER_OPD, LEDGER_RL
 from mbd_core.rl.rewards import RewardConfig
+from research.ledger.plan import BASE
 from research.rl.teacher import SOLUTIONS as FEW_SOLUTIONS
 
 UPDATES = 20
@@ -23,6 +24,16 @@ A_TENTH = replace(
 )
 """Correctness and TPF, decoupled, on the engine's states, without a reference and without likelihoods."""
 A = replace(A_TENTH, name="long-A", train=replace(A_TENTH.train, lr=1e-5, warmup=5), iterations=10 * UPDATES)
+A_LARGE = replace(
+    A,
+    name="large-A",
+    rollouts=replace(A.rollouts, prompts=512),
+    train=replace(A.train, lr=1e-4, warmup=2),
+    iterations=A.iterations // 8,
+)
+"""A's 102,400 answers in updates of 4,096, at ten times its rate: what the measured share of signal asks for."""
+A_TAUGHT = replace(A_TENTH, name="taught-A", model=LEDGER_OPD.name)
+"""A with 10,240 answers, from the taught model that is shipped."""
 B_TENTH = replace(
     A_TENTH,
     name="tenth-B",
@@ -54,5 +65,7 @@ SOLUTIONS = replace(
 """MultiTF on as many right solutions, with the teacher's optimizer, rate and batch."""
 
 LONG_ARMS: dict[str, RLRecipe | TrainingRecipe] = {
-    arm.name: arm for arm in (TEACHER, SOLUTIONS, F_TENTH, A_TENTH, B_TENTH, E_TENTH, C_TENTH, A)
+    arm.name: arm for arm in (TEACHER, SOLUTIONS, F_TENTH, A_TENTH, B_TENTH, E_TENTH, C_TENTH, A_TAUGHT, A_LARGE, A)
 }
+TAUGHT = "taught"
+STARTS = {BASE: A.model, TAUGHT: A_TAUGHT.model}

@@ -12,7 +12,20 @@ from mbd_core.files import file_beside, write_text
 from research.ledger.plan import BASE, PLOT, REPORT, ROWS
 from research.ledger.report import draw_study
 from research.ledger.rows import bootstrap_means, paired_rows
-from research.rl.long_arms import A_TENTH, ANSWERS, B_TENTH, C_TENTH, E_TENTH, F_TENTH, SOLUTIONS, TEACHER, A
+from research.rl.long_arms import (
+    A_LARGE,
+    A_TAUGHT,
+    A_TENTH,
+    ANSWERS,
+    B_TENTH,
+    C_TENTH,
+    E_TENTH,
+    F_TENTH,
+    SOLUTIONS,
+    TAUGHT,
+    TEACHER,
+    A,
+)
 from research.rl.report import (
     AUP_ABOVE,
     TRAINING,
@@ -29,7 +42,10 @@ from research.rl.teacher import TAUGHT_TAU, difference_lines
 
 NAMES = {
     BASE: "the start",
+    TAUGHT: "the shipped taught model",
     A.name: "A: correctness + TPF, 102,400 answers",
+    A_LARGE.name: "A, 102,400 answers in 25 updates",
+    A_TAUGHT.name: "A from the taught model",
     A_TENTH.name: "A: correctness + TPF",
     B_TENTH.name: "B: correctness alone",
     C_TENTH.name: "C: all-masked states",
@@ -55,6 +71,8 @@ CLAIMS = (
     ArmClaim(
         text="a hundred thousand rewarded answers raise the front", first=A.name, second=BASE, measures=AUP_ABOVE
     ),
+    ArmClaim(text="as many in updates of 4,096 raise the front", first=A_LARGE.name, second=BASE, measures=AUP_ABOVE),
+    ArmClaim(text="rewards raise a taught model's front", first=A_TAUGHT.name, second=TAUGHT, measures=AUP_ABOVE),
     ArmClaim(text="it is the reward: A above F", first=A_TENTH.name, second=F_TENTH.name, measures=AUP_ABOVE),
 )
 CURVES = "curves.png"

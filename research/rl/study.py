@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 RECORD = "study.json"
 METHOD = "study"
+START = {BASE: A.model}
 TRAINED = (
     "iteration",
     "rollouts",
@@ -93,23 +94,30 @@ def compute_arms(
     threads: int | None,
     *,
     only: Sequence[str] = (),
+    starts: Mapping[str, str] = START,
 ) -> None:
     """Compute the missing pieces of a study's arms, or of `only` some if it names any, by this number of threads.
 
-    Raises the errors of `ArmStudy`.
+    `starts` are the models that the arms begin from. Raises the errors of `ArmStudy`.
     """
     import torch
 
     if threads is not None:
         torch.set_num_threads(threads)
-    ArmStudy(out, arms, size).compute(only or tuple(arms))
+    ArmStudy(out, arms, size, starts).compute(only or tuple(arms))
 
 
 class ArmStudy:
     """A study in its folder, which it claims. Raises `ValueError` if another study or anything else lies there."""
 
-    def __init__(self, out: Path, arms: Mapping[str, RLRecipe | TrainingRecipe], size: ArmStudySize) -> None:
-        self.out, self.arms, self.size = out, arms, size
+    def __init__(
+        self,
+        out: Path,
+        arms: Mapping[str, RLRecipe | TrainingRecipe],
+        size: ArmStudySize,
+        starts: Mapping[str, str] = START,
+    ) -> None:
+        self.out, self.arms, self.size, self.starts = out, arms, size, starts
         record = {"size": asdict(size), "arms": {name: asdict(arm) for name, arm in arms.items()}}
         recorded = json.loads(json.dumps(record, default=str))
         path = out / RECORD
@@ -122,18 +130,19 @@ class ArmStudy:
             write_json(path, recorded)
 
     def compute(self, names: Sequence[str]) -> None:
-        """Trains and evaluates the pieces of these arms, and the start's, that no process has done or is doing.
+        """Trains and evaluates the pieces of these arms, and of the starts, that no process has done or is doing.
 
         All of a seed come before those of the next.
         """
         from mbd_core.checkpoint.shipped import model_folder
 
         for seed in self.size.seeds:
-            for name in (BASE, *names):
+            for name in (*self.starts, *names):
                 with self._taken(name, seed) as is_ours:
                     if not is_ours:
                         continue
-                    model = model_folder(A.model) if name == BASE else self.train(name, seed)
+                    is_start = name in self.starts
+                    model = model_folder(self.starts[name]) if is_start else self.train(name, seed)
                     _write(self._place("rows", name, seed), self.evaluate(model, name, seed))
 
     @contextmanager

@@ -8,23 +8,30 @@ import pytest
 
 from mbd_core.multitf.data.prepared import TinyData
 from mbd_core.rl.config import RLRecipe
-from research.ledger.plan import BASE, PLOT, REPORT, ROWS
+from research.ledger.plan import PLOT, REPORT, ROWS
 from research.rl.long import main
-from research.rl.long_arms import A_TENTH, ANSWERS, LONG_ARMS, SOLUTIONS, TEACHER, A
+from research.rl.long_arms import A_LARGE, A_TENTH, ANSWERS, LONG_ARMS, SOLUTIONS, STARTS, TEACHER, A
 from research.rl.long_report import CURVES, NAMES, report
 from research.rl.report import TRAINING
 
 PUBLISHED = Path(__file__).resolve().parents[3] / "research" / "published" / "long"
-SUBJECTS = {"tenth-B": {"rewards", "groups"}, "tenth-C": {"states"}, "tenth-E": {"groups"}, "tenth-F": {"groups"}}
+SUBJECTS = {
+    "tenth-B": {"rewards", "groups"},
+    "tenth-C": {"states"},
+    "tenth-E": {"groups"},
+    "tenth-F": {"groups"},
+    "taught-A": {"model"},
+}
 
 
 def test_arms_see_equally_many_answers() -> None:
     rewarded = [arm for arm in LONG_ARMS.values() if isinstance(arm, RLRecipe)]
-    assert {arm.answers * arm.iterations for arm in rewarded if arm is not A} == {ANSWERS} == {10_240}
-    assert A.answers * A.iterations == 10 * ANSWERS
+    answers = {arm.name: arm.answers * arm.iterations for arm in rewarded}
+    assert answers.pop(A.name) == answers.pop(A_LARGE.name) == 10 * ANSWERS
+    assert {*answers.values()} == {ANSWERS} == {10_240}
     assert SOLUTIONS.train.batch_size * SOLUTIONS.train.steps == ANSWERS
     assert isinstance(SOLUTIONS.data, TinyData) and SOLUTIONS.data.per_task == ANSWERS
-    assert set(NAMES) == {BASE, *LONG_ARMS}
+    assert set(NAMES) == {*STARTS, *LONG_ARMS}
 
 
 @pytest.mark.parametrize("name", SUBJECTS)

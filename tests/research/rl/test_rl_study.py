@@ -12,7 +12,7 @@ from drawn_study import study_table
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, shortened
 from mbd_core.rl.config import RLRecipe
 from research.ledger.plan import BASE, PLOT, REPORT, ROWS, run_name
-from research.ledger.rows import StudyCell, write_rows
+from research.ledger.rows import StudyCell, read_table, write_rows
 from research.rl import study
 from research.rl.arms import ARMS, A, D
 from research.rl.report import CLAIMS, SLOTS, TRAINING, ArmClaim, judge, report
@@ -146,7 +146,8 @@ def test_a_study_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.Mo
     rows = tmp_path / "out" / "rows"
     assert {path.stem for path in rows.iterdir()} == {run_name(BASE, 1), run_name("rl-A", 1)}
     before = (rows / f"{run_name('rl-A', 1)}.parquet").stat().st_mtime_ns
-    ArmStudy(tmp_path / "out", arms, size).compute(tuple(arms))
+    ArmStudy(tmp_path / "out", arms, size, {BASE: A.model, "bd": "ledger-bd"}).compute(tuple(arms))
     assert (rows / f"{run_name('rl-D', 1)}.parquet").exists()
+    assert read_table(rows / f"{run_name('bd', 1)}.parquet")["recipe"].unique().to_pylist() == ["bd"]
     assert (rows / f"{run_name('rl-A', 1)}.parquet").stat().st_mtime_ns == before, "a piece is computed once"
     assert "A: correctness + TPF" in report(tmp_path / "out")
