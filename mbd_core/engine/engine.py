@@ -19,11 +19,11 @@ from mbd_core.decoding.grammar.closings import STEP_TRIES
 from mbd_core.decoding.grammar.guide import Grammars, Guide, GuideState
 from mbd_core.engine.build import build_parts
 from mbd_core.engine.collector import Collector
-from mbd_core.engine.config import EngineConfig
+from mbd_core.engine.config import EngineConfig, SwapMode
 from mbd_core.engine.measures import EngineCounts, EngineMeasures, measure
 from mbd_core.engine.memory.adapters import AdapterInUse
 from mbd_core.engine.memory.dormant import DormantMemory, NotEnoughMemory, gpu_tensors
-from mbd_core.engine.memory.weights import StagedWeights, SwapMode, WeightSource, overwrite, stage_weights
+from mbd_core.engine.memory.weights import StagedWeights, WeightSource, overwrite, stage_weights
 from mbd_core.engine.ranks import Alone, EngineCall, Ranks, on_all_ranks, with_next_step
 from mbd_core.engine.schedule.scheduler import Scheduler
 from mbd_core.engine.sequences.admission import AdmittedRequest, RequestRefused, compile_guide

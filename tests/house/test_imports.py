@@ -126,6 +126,7 @@ def test_the_core_loads_without_ray_or_a_web_framework() -> None:
     [
         ("actors.evaluation.packed_parts", ("torch", "transformers")),  # these two: what a process that grades needs
         ("mbd_core.evaluation.sweep.grading.part_grading", ("torch", "transformers")),
+        ("mbd_core.serving.api.openapi", ("torch", "transformers")),  # the schema, and what a client reads of it
         (
             "mbd_core.serving.tokens.load",
             ("torch.distributed.tensor", "sympy", "ray", "matplotlib"),

@@ -6,7 +6,7 @@ The parameters keep their addresses, so that CUDA graphs and the fused forward's
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from mbd_core.checkpoint.block_experts import has_blocks
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.tensors import FLOAT32_ALWAYS
+from mbd_core.engine.config import SwapMode
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import Fp8Parts
 from mbd_core.models.quantize import quantized_parts
@@ -21,7 +22,6 @@ from mbd_core.models.shard import served_dim
 from mbd_core.ops.experts.fp8 import FP8, BlockShape, Fp8Module, quantize
 from mbd_core.ops.layer.int8 import Int8Module
 
-SwapMode = Literal["wait", "preempt"]
 WeightSource = Path | Iterable[tuple[str, Tensor]]
 
 

@@ -24,9 +24,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from mbd_core.decoding.blocks.request import Request
+from mbd_core.engine.config import SwapMode
 from mbd_core.engine.memory.adapters import ResidentAdapter
 from mbd_core.engine.memory.pages import PagePool, chain_root, page_hash
-from mbd_core.engine.memory.weights import SwapMode
 from mbd_core.engine.schedule.pacing import Pace
 from mbd_core.engine.sequences.sequence import SequenceState
 

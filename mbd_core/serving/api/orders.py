@@ -1,25 +1,25 @@
-"""Orders of administrators: the route and body of each, its work at a replica, and its work at the gateway.
+"""Orders of administrators: the route and body of each, and what gateway and replicas do.
 
-A class here is the whole of an order. The gateway takes its body (`actors/serving/gateway.py`), calls `give`, which
+The gateway takes its body (`actors/serving/gateway.py`), calls `give`, which
 sends it to every replica (`actors/serving/administration.py`), and each replica calls `apply`.
 """
 
-import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import Field
 
-from mbd_core.engine.engine import Engine
-from mbd_core.engine.memory.weights import SwapMode
+from mbd_core.engine.config import SwapMode
 from mbd_core.serving.api.errors import ApiError, FieldError
 from mbd_core.serving.api.parsing import Strict
 from mbd_core.serving.api.shapes import Order, ReplicaState
-from mbd_core.serving.tokens.changing_engine import LOOK_SECONDS, ChangingEngine
 from mbd_core.serving.tokens.stream import Asleep
+
+if TYPE_CHECKING:
+    from mbd_core.serving.tokens.changing_engine import ChangingEngine
 
 MAX_VERSION = 2**53  # JSON readers keep whole numbers below it exact
 SLEEP_SECONDS = 600.0
@@ -69,7 +69,7 @@ class ModelOrder(Strict, ABC):
     """needed where several models are served"""
 
     @abstractmethod
-    async def apply(self, engine: ChangingEngine) -> Any:
+    async def apply(self, engine: "ChangingEngine") -> Any:
         """Carry the order out at one replica. Raises `ValueError` if nothing has changed."""
 
     @abstractmethod
@@ -93,7 +93,7 @@ class WeightsUpdate(ModelOrder):
     version: Annotated[int, Field(ge=1, lt=MAX_VERSION)] | None = None
     """the weights' number, larger than the last; default: the last plus one"""
 
-    async def apply(self, engine: ChangingEngine) -> None:
+    async def apply(self, engine: "ChangingEngine") -> None:
         assert self.version is not None, "`give` has numbered them"
         await engine.take_weights(self.folder, version=self.version, mode=self.mode)
 
@@ -125,33 +125,9 @@ class SleepOrder(ModelOrder):
     seconds: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)] = SLEEP_SECONDS
     """how long `finish` waits; then 409, and the server goes on"""
 
-    async def apply(self, engine: ChangingEngine) -> int:
-        """Refuses new requests, lets running requests end, and frees the memory. Returns the freed bytes.
-
-        Raises `ValueError`, and goes on serving, if requests still run after `seconds`, or if the engine cannot sleep.
-        """
-
-        def try_to(idle: Engine) -> int | None:
-            return None if idle.has_work else idle.sleep()
-
-        async with engine.changes:
-            if engine.asleep:
-                return 0
-            engine.engine.closed = True
-            try:
-                if self.requests == "abort":
-                    await engine.engine.abort_all()
-                end = asyncio.get_running_loop().time() + self.seconds
-                while (num_bytes := await engine.engine.call(try_to)) is None:
-                    if asyncio.get_running_loop().time() > end:
-                        raise ValueError(
-                            f"requests still run after {self.seconds:g} s; the server goes on. Abort them first"
-                        )
-                    await asyncio.sleep(LOOK_SECONDS)
-            except BaseException:
-                engine.engine.closed = False
-                raise
-            return num_bytes
+    async def apply(self, engine: "ChangingEngine") -> int:
+        """Returns the freed bytes. Raises the errors of `ChangingEngine.sleep`."""
+        return await engine.sleep(seconds=self.seconds, aborts=self.requests == "abort")
 
     async def give(self, replicas: Replicas, standing: Standing) -> Order:
         """Returns when all replicas sleep; if one cannot, all are awake again."""
@@ -168,18 +144,8 @@ class SleepOrder(ModelOrder):
 class WakeUpOrder(ModelOrder):
     path = "/wakeup"
 
-    async def apply(self, engine: ChangingEngine) -> None:
-        """Allocate the memory and accept requests again; does nothing if awake.
-
-        Raises torch's error if memory lacks.
-        """
-        async with engine.changes:
-            if not engine.engine.closed:
-                return
-            if engine.asleep:
-                await engine.engine.call(Engine.wake_up)
-            await engine.engine.call(lambda _: engine.loaded.prepare())
-            engine.engine.closed = False
+    async def apply(self, engine: "ChangingEngine") -> None:
+        await engine.wake_up()
 
     async def give(self, replicas: Replicas, standing: Standing) -> Order:
         done = await replicas.apply(self)
@@ -191,7 +157,7 @@ class AbortOrder(ModelOrder):
     path = "/abort_requests"
     lasts = False
 
-    async def apply(self, engine: ChangingEngine) -> int:
+    async def apply(self, engine: "ChangingEngine") -> int:
         """End every running or waiting request. Returns their number."""
         return await engine.engine.abort_all()
 

@@ -8,9 +8,10 @@ from typing import Literal
 
 from torch import Tensor
 
+from mbd_core.engine.config import SwapMode
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.memory.adapters import AdapterInUse
-from mbd_core.engine.memory.weights import SwapMode, WeightSource
+from mbd_core.engine.memory.weights import WeightSource
 from mbd_core.serving.tokens.async_engine import AsyncEngine
 from mbd_core.serving.tokens.endpoint_args import EndpointArgs
 from mbd_core.serving.tokens.load import load_engine
@@ -124,3 +125,44 @@ class ChangingEngine:
             while await self.engine.call(lambda engine: engine.swap_waits):
                 await asyncio.sleep(LOOK_SECONDS)
             self.weights = origin
+
+    async def sleep(self, *, seconds: float, aborts: bool) -> int:
+        """Refuse new requests, let running requests end or abort them, and free the memory. Returns the freed bytes.
+
+        Raises `ValueError`, and goes on serving, if requests still run after `seconds`, or if the engine cannot sleep.
+        """
+
+        def try_to(idle: Engine) -> int | None:
+            return None if idle.has_work else idle.sleep()
+
+        async with self.changes:
+            if self.asleep:
+                return 0
+            self.engine.closed = True
+            try:
+                if aborts:
+                    await self.engine.abort_all()
+                end = asyncio.get_running_loop().time() + seconds
+                while (num_bytes := await self.engine.call(try_to)) is None:
+                    if asyncio.get_running_loop().time() > end:
+                        raise ValueError(
+                            f"requests still run after {seconds:g} s; the server goes on. Abort them first"
+                        )
+                    await asyncio.sleep(LOOK_SECONDS)
+            except BaseException:
+                self.engine.closed = False
+                raise
+            return num_bytes
+
+    async def wake_up(self) -> None:
+        """Allocate the memory and accept requests again; does nothing if awake.
+
+        Raises torch's error if memory lacks.
+        """
+        async with self.changes:
+            if not self.engine.closed:
+                return
+            if self.asleep:
+                await self.engine.call(Engine.wake_up)
+            await self.engine.call(lambda _: self.loaded.prepare())
+            self.engine.closed = False

@@ -10,8 +10,7 @@ from local_server import LIMIT, run
 from mbd_core.checkpoint.config import load_config
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Output, Request
-from mbd_core.engine.config import EngineConfig
-from mbd_core.engine.memory.weights import SwapMode
+from mbd_core.engine.config import EngineConfig, SwapMode
 from mbd_core.serving.api.orders import AbortOrder, SleepOrder, WakeUpOrder
 from mbd_core.serving.server.engine_service import EngineService
 from mbd_core.serving.tokens import changing_engine
