@@ -1,6 +1,6 @@
 """Orders of administrators: the route and body of each, and what gateway and replicas do.
 
-The gateway takes its body (`actors/serving/gateway.py`), calls `give`, which
+The gateway takes the body (`actors/serving/gateway.py`) and calls `give`, which
 sends it to every replica (`actors/serving/administration.py`), and each replica calls `apply`.
 """
 
