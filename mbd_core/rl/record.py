@@ -152,34 +152,33 @@ def progress_line(line: RecordedNumbers, iterations: int, seconds_each: float) -
 def draw_progress(
     lines: Sequence[RecordedNumbers], fronts: Sequence[RecordedNumbers], path: Path, *, title: str
 ) -> None:
-    """Write the picture: reward and share of right answers, TPF, and the first and last held-out fronts."""
-    figure = Figure(figsize=(12.0, 3.6), layout="constrained")
+    """Write the picture: reward, share of right answers and TPF over iterations, the last two of held-out problems
+    too, and the first and last held-out fronts."""
+    figure = Figure(figsize=(10.0, 6.4), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title)
-    panels = figure.subplots(1, 3)
+    reward, right, tpf, front = figure.subplots(2, 2).flat
     steps = [line["iteration"] + 1 for line in lines]
-    for panel, names, label in (
-        (panels[0], ("reward", "correct"), "of rollouts"),
-        (panels[1], ("tpf",), "tokens per forward of rollouts"),
+    swept = sorted({line["iteration"] for line in fronts})
+    for panel, name, of_front, label in (
+        (reward, "reward", None, "reward"),
+        (right, "correct", "accuracy", "right answers"),
+        (tpf, "tpf", "tpf", "tokens per forward"),
     ):
-        for number, name in enumerate(names):
-            values = [line[name] for line in lines]
-            panel.plot(steps, values, color=COLOURS[number], linestyle=("-", "--")[number], label=name)
-        panel.set_title(label, fontsize="medium")
-        panel.set_xlabel("iteration")
-        panel.grid(alpha=0.3)
-        panel.legend(fontsize="small")
-    iterations = sorted({line["iteration"] for line in fronts})
-    for number, iteration in enumerate(dict.fromkeys((*iterations[:1], *iterations[-1:]))):
+        panel.plot(steps, [line[name] for line in lines], color=COLOURS[0], linewidth=1.0, label="rollouts")
+        if swept and of_front is not None:
+            means = [fmean(line[of_front] for line in fronts if line["iteration"] == step) for step in swept]
+            panel.plot(swept, means, color=COLOURS[1], marker="s", label="held out, mean of all thresholds")
+        panel.set(title=label, xlabel="iteration")
+    for number, iteration in enumerate(dict.fromkeys((*swept[:1], *swept[-1:]))):
         points = sorted((line["tpf"], line["accuracy"]) for line in fronts if line["iteration"] == iteration)
         label = f"after {iteration} iterations"
-        panels[2].plot(*zip(*points, strict=True), color=COLOURS[number], marker="os"[number], label=label)
-    panels[2].set_title("held-out problems, greedily", fontsize="medium")
-    panels[2].set_xlabel("tokens per forward")
-    panels[2].set_ylabel("accuracy")
-    panels[2].grid(alpha=0.3)
-    if iterations:
-        panels[2].legend(fontsize="small")
+        front.plot(*zip(*points, strict=True), color=COLOURS[number], marker="os"[number], label=label)
+    front.set(title="held-out problems, greedily, at each threshold", xlabel="tokens per forward", ylabel="accuracy")
+    for panel in figure.axes:
+        panel.grid(alpha=0.3)
+        if panel.get_legend_handles_labels()[0]:
+            panel.legend(fontsize="small")
     figure.savefig(path, format="png", dpi=110)
 
 
