@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -15,13 +16,12 @@ WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
 class ArgumentReader(Protocol):
-    """has_ended  whether the arguments are whole; no text may be read then"""
+    """has_ended  whether the arguments are whole; `read` may not be called then"""
 
     has_ended: bool
 
     def read(self, text: str) -> tuple[str, int]:
-        """The JSON that the beginning of `text` adds, and the length of that beginning. The next call gets the text
-        after it."""
+        """JSON of the part of `text` that can be read already, and the part's length. The next call gets the rest."""
         ...
 
 
@@ -104,9 +104,10 @@ class _TaggedReader:
 
 
 def value_json(text: str, kinds: frozenset[Kind]) -> str:
-    """The JSON of a value that a form shows without quotes, where its schema admits values of these kinds.
+    """The JSON of a value that a form writes without quotes. `kinds` are the kinds that the value's schema admits.
 
-    A text that is JSON of an admitted kind is that value. Any other text is a string, if strings are admitted.
+    A text that is JSON is that value, unless the schema admits strings and not the value's kind. Any other text is a
+    string.
     """
     shown = text.strip()
     shown = WORDS.get(shown, shown)
@@ -128,7 +129,7 @@ def _text_json(text: str) -> str:
 
 
 def _inside(text: str) -> str:
-    """Characters of a string of JSON."""
+    """The text as characters of a JSON string, without quotes."""
     return _text_json(text)[1:-1]
 
 
@@ -149,7 +150,7 @@ class _LiteralReader:
         self._open: list[str] = []
         self._quote = ""  # of the open string
         self._is_key = False  # whether a key comes next, or is being read
-        self._word = ""  # a key without quotes, so far
+
         self.has_ended = False
 
     def read(self, text: str) -> tuple[str, int]:
@@ -228,7 +229,10 @@ class _LiteralReader:
             return ("", 0) if len(text) < LONGEST_ESCAPE else ("\\\\", 1)
         hexadecimal = match[1] or match[3]
         if hexadecimal:
-            return _inside(chr(int(hexadecimal, 16))), match.end()
+            code = int(hexadecimal, 16)
+            if code > sys.maxunicode:  # not a character, so the backslash is itself
+                return "\\\\", 1
+            return json.dumps(chr(code))[1:-1], match.end()  # a lone surrogate stays an escape, as UTF-8 lacks it
         if match[2]:
-            return match[0], match.end()  # halves of a pair stay as JSON has them
+            return match[0], match.end()  # as it is: a surrogate pair's halves come one by one, which JSON allows
         return _inside(SIMPLE_ESCAPES.get(match[4], match[4])), match.end()

@@ -73,6 +73,23 @@ def test_a_text_that_begins_like_a_call_is_text(form: Any, text: str, content: s
         assert joined(said) == (content, [(name, {}) for name in names])
 
 
+@pytest.mark.parametrize(
+    ("literal", "value"),
+    [
+        (r'"\U0001F600 \xe9"', "😀 é"),
+        (r'"\U00110000"', r"\U00110000"),
+        (r'"\UFFFFFFFF"', r"\UFFFFFFFF"),
+        (r'"\U0000D83D"', "\ud83d"),
+        (r'"\ud83d\ude00"', "😀"),
+    ],
+)
+def test_an_escape_that_names_no_character_does_no_harm(literal: str, value: str) -> None:
+    reader = CallReader(PYTHONIC, {"now": {"properties": {"a": {"type": "string"}}}})
+    said = [reader.push(f"[now(a={literal})]", ends=False), reader.push("", ends=True)]
+    "".join(call["function"]["arguments"] for piece in said for call in piece.calls).encode()
+    assert joined(said) == ("", [("now", {"a": value})])
+
+
 def test_a_text_of_a_schema_is_given_as_it_comes() -> None:
     reader = CallReader(PYTHONIC, {"now": {}}, text_has_form=True)
     assert [reader.push(part, ends=False).content for part in ("[", "1", ",2")] == ["", "[1", ",2"]
