@@ -61,8 +61,8 @@ class BufferCase:
 class BufferRun:
     """The results of one run while all rows were in use.
 
-    cpu_seconds of this process: on a CPU, the run's seconds without other processes
-    forwards     decode steps, times the sequences in each
+    cpu_seconds  CPU seconds of this process, which other processes do not change
+    forwards     forwards of sequences: a decode step with n sequences counts n
     blocks       resident blocks of a sequence in a forward, on average
     """
 
@@ -84,10 +84,10 @@ class BufferRun:
 def load_model_and_requests(
     name: str, *, max_tokens: int, device: torch.device, number: int
 ) -> tuple[Decoder, list[Request]]:
-    """A model and endless requests for it: a shipped model or a folder, with problems; or a shape, with random weights
-    and prompts, which ignores EOS.
+    """A model and `number` requests for it.
 
-    Raises `ValueError` for a name that is neither.
+    A shipped model or a folder gets problems. A shape gets random weights and random prompts, and its requests ignore
+    EOS. Raises `ValueError` for another name.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if name in SHAPES:
@@ -184,11 +184,11 @@ def measure_load(
     engines = {buffer: engine_for(model, requests, buffer, rows=rows, static=static) for buffer in buffers}
     runs: dict[BufferCase, list[BufferRun]] = {buffer: [] for buffer in buffers}
 
-    def seconds_of(buffer: BufferCase) -> float:
+    def measure(buffer: BufferCase) -> float:
         runs[buffer].append(run_at_load(*engines[buffer], answers=answers))
         return runs[buffer][-1].tps
 
-    interleaved({b.name: partial(seconds_of, b) for b in buffers}, repeats=repeats, after=tick)
+    interleaved({b.name: partial(measure, b) for b in buffers}, repeats=repeats, after=tick)
     fastest = {buffer: max(runs_of_buffer, key=lambda run: run.tps) for buffer, runs_of_buffer in runs.items()}
     best = max(run.tps for buffer, run in fastest.items() if buffer.budget is None)
     return [

@@ -73,8 +73,9 @@ class Mode:
 class ModeRun:
     """The tokens, steps and time of one mode in a round.
 
-    steps      forwards of the model, `forwards` times the sequences in each
-    positions  that went through the model, prompts included
+    steps      forwards of the model
+    forwards   forwards of sequences: a step with n sequences counts n
+    positions  positions that went through the model, prompts included
     """
 
     seconds: float = 0.0
@@ -153,7 +154,10 @@ def random_requests(model: Decoder, mode: Mode, *, max_tokens: int, number: int)
 
 
 def clock_of(model: Decoder) -> Callable[[], float]:
-    """Seconds of this process on a CPU, which other processes do not change."""
+    """The clock to measure a model with: on a CPU this process's own CPU seconds, which other processes do not change.
+
+    On a GPU it is wall-clock time.
+    """
     return time.process_time if next(model.parameters()).device.type == "cpu" else time.perf_counter
 
 

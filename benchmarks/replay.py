@@ -1,8 +1,8 @@
 """The cost of a rollout for a learner, and the distance of its log-probabilities from the engine's.
 
 An engine draws answers to a task's problems. They are replayed in three kinds of states: those of the engine's
-forwards, successive forwards joined into one state, and the states of released learners. Counts are of one answer;
-seconds are the processor's, of a forward and a backward pass over all answers.
+forwards, successive forwards joined into one state, and the states of released learners. Counts are per answer.
+Seconds are CPU seconds of a forward and a backward pass over all answers.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ PHASES = {
     "d_mean": "mean abs d in bfloat16|.2g",
     "ratio": "update in bfloat16 by rollouts|.2f",
 }
-"""Of an iteration of reinforcement learning. Each update after the first has one change, except the teacher's."""
+"""The phases of an iteration of reinforcement learning. Each update differs from the update before it in one thing.
+The last update has a teacher's objective."""
 
 THREE_TIMES = BenchmarkOptions()
 
@@ -76,9 +77,9 @@ def run_replay(
 ) -> None:
     """A learner's tokens and time for the answers of an engine, and its log-probabilities minus the engine's (d).
 
-    TraceRL's rows are one for each step of an answer's slowest block, with the prompt and twice the answer. The counts
-    are means over the answers; d is over all their tokens. The learner computes in float32, the engine as it serves:
-    in float32 on a CPU. The second table has the seconds of an iteration's phases.
+    TraceRL has a row for each step of an answer's slowest block; each row has the prompt and twice the answer. The
+    counts are means over the answers. d is over all tokens of the answers. The learner computes in float32, the engine
+    as it serves: in float32 on a CPU. The second table has the seconds of an iteration's phases.
     """
     import torch
 
@@ -164,8 +165,8 @@ def update_seconds(
     """Seconds of an update of copies of the model, by the names of `PHASES`, and the mean distance `d_mean` of the
     learner's log-probabilities in bfloat16 from the engine's.
 
-    The first three have LightningRL's objective, which compares with a frozen reference. A teacher is the model at one
-    slot.
+    The updates `dense`, `padded` and `update` have LightningRL's objective, which compares with a frozen reference.
+    The teacher is a copy of the model, which reads block by block.
     """
     from mbd_core.multitf.step.distiller import Distiller
     from mbd_core.multitf.step.learner import Learner

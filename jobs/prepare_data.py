@@ -52,7 +52,7 @@ def run(
 ) -> None:
     """Make training samples of conversations: template, tokenise and filter them, and compare them with benchmarks.
 
-    With --answers-from, a model writes the last answer of each row and replaces the row's own.
+    With --answers-from, a model writes the last answer of each row, in place of the row's own answer.
     """
     place = None if out is None else Folder.at(out)
     done = prepare_chosen(own, answering, sources, place=place, cluster=OF_VARIABLE)

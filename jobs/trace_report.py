@@ -99,7 +99,7 @@ def run(
             raise ValueError(f"{name} has no meaning {'with' if model else 'without'} --model")
     paths = dict(map(_named, traces))
     if methods and buffer_size:
-        raise ValueError("--buffer-size is of MultiBD beside SingleBD; with --methods give buffer_size in --decoding")
+        raise ValueError("--buffer-size has no meaning with --methods; give buffer_size in --decoding")
     if len(paths) < len(traces):
         raise ValueError(f"two traces have the same name ({', '.join(paths)}); name them with NAME=TRACE")
     check_target_folder(out, KIND, overwrite=overwrite)
@@ -179,7 +179,7 @@ def _record(
     from mbd_core.serving.tokens.load import engine_dtype
 
     if "buffer_size" in fields and not methods:
-        raise ValueError("--decoding must not name buffer_size; that is --buffer-size")
+        raise ValueError("--decoding must not name buffer_size; give --buffer-size instead")
     model_files = read_folder(model_folder(name))
     tokenizer, config = model_files.tokenizer, model_files.config
     defaults, size = model_files.defaults, config.block_size

@@ -98,7 +98,7 @@ def run(
     from mbd_core.storage.errors import TakenOver
 
     if own.local and place.max_failures != RayOptions.max_failures:
-        raise ValueError("--local has no worker that can be lost beside the run; leave --max-failures out")
+        raise ValueError("--local runs without workers that could be lost; leave --max-failures out")
     recipe = chosen_recipe(own, changes)
     targets = chosen_targets(log.log_to)
     plan = RolloutPlan.of(recipe, engine)

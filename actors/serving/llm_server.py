@@ -1,8 +1,8 @@
 """Our engine as a server class of Ray Serve LLM: `LLMConfig(server_cls="actors.serving.llm_server:DiffusionServer")`.
 
 `build_openai_app` then deploys it behind Ray's own OpenAI ingress. The ingress parses requests with types of vLLM or
-SGLang, so one of the two must be installed, though its engine does not run. This class imports neither: it answers
-requests of Ray's types in Ray's types, and the plain dicts of `ray.data.llm` in dicts.
+SGLang, so one of the two must be installed, though its engine does not run. This class imports neither. It answers
+a request of one of Ray's types with one of Ray's types, and a dict of `ray.data.llm` with a dict.
 """
 
 import json
@@ -197,7 +197,7 @@ class DiffusionServer:
 
     async def wakeup(self, **options: Any) -> None:
         if options:
-            raise ValueError(f"wakeup takes no options, it wakes up everything; given: {', '.join(sorted(options))}")
+            raise ValueError(f"wakeup takes no options and wakes up everything; given: {', '.join(sorted(options))}")
         await WakeUpOrder().apply(self.service)
 
     async def pause(self, **_: Any) -> None:

@@ -25,7 +25,7 @@ from benchmarks.capacity.step_model import Deployment
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.fields import DATA, DECODING, Flag, Ge, Gt, configuration
 
-LINK_SHARE = 0.85  # of a link's data sheet that large copies reach: an estimate
+LINK_SHARE = 0.85  # estimated share of a link's nominal speed that large copies reach
 
 AGENTS: tuple[tuple[Deployment, tuple[int, ...]], ...] = (
     (Deployment(model="llada2.2-mini", chip="h100"), (32768, 65536, 122880)),
@@ -40,7 +40,7 @@ AGENTS: tuple[tuple[Deployment, tuple[int, ...]], ...] = (
 
 @configuration(panel=DATA)
 class Turns:
-    """An agent's turns: new tokens and answers, the pause between two, and tokens a forward with two slots."""
+    """An agent's turns: their tokens, the pause between them, and how they are decoded."""
 
     new_tokens: Annotated[int, Ge(1)] = 2048
     """New tokens of a turn."""
@@ -126,12 +126,13 @@ def pool_rows(
     max_step_seconds: float = 0.1,
     cases: Sequence[tuple[Deployment, tuple[int, ...]]] = AGENTS,
 ) -> Iterator[dict[str, Any]]:
-    """For each shape and length: replicas that do both, beside a pool that stores prompts and hands pages on.
+    """For each shape and length: replicas that store prompts and decode, beside two pools, one for each.
 
-    In both, answers come at `speed` tokens a second, and a cache holds the share `found` of each prompt. A step that
-    stores a prompt beside others takes `max_step_seconds` at most. The numbers are replicas for one request a second.
-    Prompts fill at most `MOST_QUEUED` of the time. The time to first tokens includes sending the new part over a link,
-    but not fetching the found part, because the storing pool fetches it too.
+    The prompt pool hands its pages to the decoding pool. In both designs answers come at `speed` tokens a second, and
+    a cache holds the share `found` of each prompt. A step that decodes and stores part of a prompt takes at most
+    `max_step_seconds`. The results are numbers of replicas for one request a second. Prompts fill at most
+    `MOST_QUEUED` of the prompt pool's time. Only the pages of the prompt's new part are handed over. The found part
+    adds no time, because both pools fetch it at once.
     """
     for deployment, lengths in cases:
         place = gpu_place(deployment)

@@ -1,7 +1,6 @@
-"""A sequence's blocks as counts of open positions, and the forwards of an answer by such counts.
+"""A sequence's blocks as counts of open positions, from which the number of an answer's forwards follows.
 
-Blocks are activated, filled and stored, and leave, by the rules of `mbd_core/decoding/blocks/block_buffer.py`. Here
-the rules see numbers of tokens instead of tokens.
+The rules are those of `mbd_core/decoding/blocks/block_buffer.py`, applied to numbers of tokens instead of tokens.
 """
 
 from __future__ import annotations
@@ -37,20 +36,23 @@ class CountedBlock:
 
 @dataclass(frozen=True, kw_only=True)
 class FillRate:
-    """Tokens that an active block accepts in a forward, on average.
+    """How fast blocks fill.
 
-    forced  blocks accept by the fallback alone: only the first block, and a block behind an almost complete block
+    tokens  tokens that an active block accepts in a forward, on average
+    forced  whether blocks accept tokens by the fallback alone
+
+    By the fallback the first block, and a block that follows an almost complete block, accept at least one token.
     """
 
     tokens: float
     forced: bool = False
 
-    def draw(self, rng: random.Random, *, gate: bool) -> int:
-        if self.forced and not gate:
+    def draw(self, rng: random.Random, *, falls_back: bool) -> int:
+        if self.forced and not falls_back:
             return 0
         whole = int(self.tokens)
         number = whole + (rng.random() < self.tokens - whole)
-        return max(1, number) if gate else number
+        return max(1, number) if falls_back else number
 
 
 @dataclass
@@ -81,15 +83,19 @@ class CountedRow:
             self.blocks.append(CountedBlock(editable, editable))
 
     def fill(self, decoding: DecodingConfig, rate: FillRate, rng: random.Random) -> list[int]:
-        """Tokens that each block accepts in a forward (Alg. 5 lines 10 to 14); final blocks are TO_CACHE then."""
-        accepted, gate, final = [], True, True
+        """The number of tokens that each block accepts in a forward (Alg. 5 lines 10 to 14).
+
+        A complete block becomes TO_CACHE if all blocks before it are complete.
+        """
+        accepted, falls_back, is_final = [], True, True
         for block in self.blocks:
-            number = min(block.open, rate.draw(rng, gate=gate)) if block.state == ACTIVE and block.open else 0
-            gate = block.progress >= decoding.tau_semi  # decides whether the next block may accept
+            is_open = block.state == ACTIVE and block.open > 0
+            number = min(block.open, rate.draw(rng, falls_back=falls_back)) if is_open else 0
+            falls_back = block.progress >= decoding.tau_semi  # for the next block
             block.open -= number
             accepted.append(number)
-            final = final and not block.open
-            if final:
+            is_final = is_final and not block.open
+            if is_final:
                 block.state = TO_CACHE
         return accepted
 
@@ -104,9 +110,12 @@ class CountedRow:
 
 @dataclass(frozen=True, kw_only=True)
 class CountedAnswer:
-    """An answer's counted forwards: in all, until its first block is stored, and its blocks in a forward on average.
+    """Means over answers.
 
-    open_blocks  the blocks of a forward that are not complete
+    forwards     forwards of an answer
+    first        forwards until its first block is stored
+    blocks       blocks in a forward
+    open_blocks  incomplete blocks in a forward
     """
 
     forwards: float
@@ -116,12 +125,12 @@ class CountedAnswer:
 
 
 def counted_answer(rate: FillRate, decoding: DecodingConfig, *, length: int, samples: int = 16) -> CountedAnswer:
-    """The mean over `samples` answers of `length` tokens, behind prompts that end anywhere in a block."""
+    """The means over `samples` answers of `length` tokens, whose prompts end anywhere in a block."""
     size = decoding.block_size
     forwards = first = blocks = open_blocks = 0
     for seed in range(samples):
         rng = random.Random(seed)
-        known = seed * size // samples  # of the first block
+        known = seed * size // samples  # prompt tokens in the first block
         editable, begin = min(size - known, length), forwards
         row = CountedRow(0, known + length, size, [CountedBlock(editable, editable)])
         while row.start < row.end:
@@ -142,7 +151,7 @@ def counted_answer(rate: FillRate, decoding: DecodingConfig, *, length: int, sam
 
 
 def rate_for(tpf: float, decoding: DecodingConfig, *, length: int) -> FillRate:
-    """The rate that gives `tpf` on answers of `length` tokens; `ValueError` for a TPF that no rate gives."""
+    """The rate that gives `tpf` on answers of `length` tokens. Raises `ValueError` if no rate gives it."""
 
     def reached(tokens: float) -> float:
         return length / counted_answer(FillRate(tokens=tokens), decoding, length=length).forwards
@@ -150,7 +159,7 @@ def rate_for(tpf: float, decoding: DecodingConfig, *, length: int) -> FillRate:
     most = reached(decoding.block_size)
     if not 0 < tpf <= most:
         raise ValueError(
-            f"tpf={tpf:g} cannot be had with blocks of {decoding.block_size}, {decoding.buffer_size} slots and "
+            f"tpf={tpf:g} cannot be reached with blocks of {decoding.block_size}, {decoding.buffer_size} slots and "
             f"{length} tokens: it is at most {most:.3g}, since each block is stored by one more forward"
         )
     return FillRate(tokens=_bisect(reached, tpf, 0.0, decoding.block_size))

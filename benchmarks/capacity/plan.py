@@ -39,7 +39,7 @@ class Demand:
     max_step_seconds: Annotated[float | None, Gt(0), Flag(panel=ENGINE)] = None
     """Seconds of a step that stores a prompt beside others (default: the engine's)."""
     buffer: Annotated[tuple[Annotated[int, Ge(1)], ...], Flag(panel=DECODING, commas=True)] = (1, 2)
-    """Slots of a sequence that are compared."""
+    """Slots of a sequence, to compare."""
 
     def __post_init__(self) -> None:
         if len(self.tpf) != len(self.buffer):
@@ -50,8 +50,8 @@ class Demand:
 class Place:
     """Where a replica runs: the seconds of its steps, and its memory for pages.
 
-    page_bytes  of one rank
-    static      every slot is sent through the model (Alg. 5), and prompts have a forward of their own
+    page_bytes  bytes of one rank's memory for pages
+    static      whether every slot is sent through the model (Alg. 5), and prompts have a forward of their own
     """
 
     name: str
@@ -100,7 +100,7 @@ def _power_of_two(number: int) -> int:
 def prompt_forwards(place: Place, demand: Demand, *, beside: float | None = None) -> list[Work]:
     """The forwards that store the new part of a prompt, chunk by chunk.
 
-    `beside`: the seconds of the decoding steps beside them. The engine's pacer then shortens the chunks.
+    `beside` is the seconds of a decoding step in which a chunk is stored too. The engine's pacer then shortens chunks.
     """
     size = place.config.block_size
     start, stop = (int(length) // size * size for length in (demand.context * demand.found, demand.context))
@@ -122,7 +122,7 @@ def prompt_forwards(place: Place, demand: Demand, *, beside: float | None = None
     return chunks
 
 
-MOST_QUEUED = 0.9  # share of its time in which prompts may wait to be stored
+MOST_QUEUED = 0.9  # largest share of the time in which a prompt is being stored, so that the queue of prompts is short
 
 
 def plans(place: Place, demand: Demand, decoding: DecodingConfig, rate: FillRate) -> Iterator[dict[str, Any]]:

@@ -34,9 +34,10 @@ def weightless(config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> Deco
 class SimulatedEngine(Engine):
     """An engine whose forwards only count. Its clock moves by their seconds: its pacer sees no other time.
 
-    page_seconds  of one page's copy to the host's memory, or back: steps wait for them
-    seconds of all collected steps; `bounds` the same by the longest term of each step
-    log      the load of each step's forwards, if it is kept
+    page_seconds  seconds to copy a page to the host's memory or back, for which steps wait
+    seconds       seconds of all collected steps, copies included
+    bounds        seconds of all launched steps without copies, by the longest term of each step
+    log           the load of each step's forwards, if `keeps`
     """
 
     def __init__(

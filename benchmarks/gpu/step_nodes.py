@@ -1,9 +1,10 @@
 """The nodes of a captured decoding step, counted without a GPU: `python -m benchmarks.gpu.step_nodes`.
 
 The step's own code runs on tensors that have shapes and no values, with the kernels that a GPU of compute capability
-9.0 gets; a read of a value fails, as it would while a CUDA graph is captured. Each operation that computes something
-counts as one node; where torch launches several kernels for one (`MULTI_KERNEL`), the step has more nodes than are
-counted. The work on the Block Buffer is counted apart: a GPU's step has it compiled, to fewer kernels than operations.
+9.0 gets. A read of a value fails, as it would while a CUDA graph is captured. Each operation that computes something
+counts as one node. For some operations (`MULTI_KERNEL`) torch launches several kernels, so a step with these has more
+nodes than are counted. The work on the Block Buffer is counted apart, because a GPU runs it compiled, in fewer kernels
+than operations.
 """
 
 import argparse
@@ -40,7 +41,7 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class StandIn(Tensor):
-    """A tensor that reports CUDA as its device; `content`, a tensor elsewhere, has its shape."""
+    """A tensor that reports CUDA as its device. `content` is a tensor of its shape on another device."""
 
     content: Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -94,7 +95,7 @@ class ShapeDevice(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        # `to`, `flatten` or `linear`: what is done depends on the tensors; CUDA has RMSNorm as one operation
+        # `to`, `flatten` and `linear` become other operations, by the tensors' properties; on CUDA RMSNorm stays one
         if func._can_decompose() and func.overloadpacket is not aten.rms_norm:
             with self:
                 return func.decompose(*args, **kwargs)
@@ -188,8 +189,13 @@ MULTI_KERNEL = frozenset({"addmm", "sort", "topk", "argsort", "cumsum", "cumprod
 
 @dataclass(frozen=True, kw_only=True)
 class StepNodes:
-    """Nodes of one step without its work on the Block Buffer, and of its last layer; the operations of that work; the
-    bytes of all tensors that the step makes."""
+    """What one step launches.
+
+    step       nodes of the step without its work on the Block Buffer
+    layer      nodes of its last layer
+    compiled   operations of the work on the Block Buffer
+    num_bytes  bytes of all tensors that the step makes
+    """
 
     step: Counter[str]
     layer: Counter[str]
@@ -198,7 +204,7 @@ class StepNodes:
 
     @property
     def inexact(self) -> frozenset[str]:
-        """The operations in it that are more than one node each."""
+        """The operations of the step for which torch launches more than one kernel."""
         return MULTI_KERNEL & set(self.step)
 
 

@@ -5,13 +5,13 @@ from typing import Any
 
 AttackPrompt = str | list[str] | list[list[int]]
 Attack = Callable[[str, int], tuple[AttackPrompt, dict[str, Any]]]
-"""A prompt, or several, and fields beside it. The first argument, letters, differs from request to request, so that no
-cache holds it; the second is how many characters a long text has."""
+"""Makes a request: a prompt or several, and other fields. The first argument is a text of the request's own, so that
+no cache holds its prompt. The second is the length of a long text in characters."""
 
 HEADERS = "headers"  # the attack that has no body: headers without an end, from a client without a key
-CROWD = "crowd"  # the name of the client that all its senders share
+CROWD = "crowd"  # the user that all senders of an attack name
 TEXT = "the pens of Tom are 12 and "
-MAX_STOPS, MAX_STOP_LENGTH, MAX_TOOLS = 16, 1024, 128  # as on OpenAI's routes
+MAX_STOPS, MAX_STOP_LENGTH, MAX_TOOLS = 16, 1024, 128  # the endpoint's own limits
 
 
 def _plain(name: str, characters: int) -> tuple[str, dict[str, Any]]:
@@ -24,18 +24,18 @@ def _long_prompt(name: str, characters: int) -> tuple[str, dict[str, Any]]:
 
 
 def _long_stops(name: str, characters: int) -> tuple[str, dict[str, Any]]:
-    """An answer might begin each stop text anywhere."""
+    """Stop texts of many spaces: spaces anywhere in an answer may be the beginning of each."""
     stops = [f"{' ' * (MAX_STOP_LENGTH - 8)}{number:08}" for number in range(MAX_STOPS)]
     return f"{name} {TEXT}", {"max_tokens": 64, "stop": stops}
 
 
 def _longer_stops(name: str, characters: int) -> tuple[str, dict[str, Any]]:
-    """Longer than any server needs to take."""
+    """Stop texts longer than any server needs to accept."""
     return f"{name} {TEXT}", {"max_tokens": 64, "stop": [" " * (characters // MAX_STOPS)] * MAX_STOPS}
 
 
 def _grammar(name: str, characters: int) -> tuple[str, dict[str, Any]]:
-    """A grammar of its own for each request, with much to compile and to look through."""
+    """A large grammar, different in each request."""
     words = "|".join(f"{name}{number} [a-z]{{1,{number + 1}}}" for number in range(200))
     return TEXT, {"max_tokens": 32, "guided_regex": f"(({words}) ){{1,20}}end"}
 
@@ -59,7 +59,7 @@ def _most_ids(name: str, characters: int) -> tuple[list[list[int]], dict[str, An
 
 
 def _regex_bomb(name: str, characters: int) -> tuple[str, dict[str, Any]]:
-    """A short pattern with many states, of its own for each request."""
+    """A short pattern with many states, different in each request."""
     pattern = f"((a|b|ab)*{name}|([ab]*a[ab]{{12}})+c|(.{{0,99}}x){{1,40}}){{1,100}}end"
     return f"{name} {TEXT}", {"max_tokens": 200, "temperature": 1.0, "guided_regex": pattern}
 
@@ -98,7 +98,7 @@ ATTACKS: Mapping[str, Attack] = {
 def attack_body(
     attack: str, model: str, name: str, characters: int, *, user: str = CROWD
 ) -> tuple[str, dict[str, Any]]:
-    """The route behind /v1 and the body of one of its requests, which `user` sends."""
+    """The route behind /v1 and the body of an attack's request that `user` sends."""
     prompt, fields = ATTACKS[attack](name, characters)
     body = {"model": model, "stream": True, "user": user, **fields}
     if attack == "tools":

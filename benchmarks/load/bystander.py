@@ -32,7 +32,10 @@ def served_memory(url: str) -> dict[str, int]:
     port = urlsplit(url).port
     proxy = next((process for process in psutil.process_iter() if _listens(process, port)), None)
     if proxy is None or (node := proxy.parent()) is None:
-        raise ValueError(f"no process of this machine that we may look at listens on the port of {url}")
+        raise ValueError(
+            f"no proxy that listens on the port of {url} is seen on this machine; start the measurement on the "
+            "server's machine, as its user"
+        )
     memory = {}
     for process in node.children():
         with suppress(psutil.Error, IndexError):
@@ -59,10 +62,12 @@ SETTLE_SECONDS = 3.0  # after an attack, for the server to drop its last request
 
 @dataclass(frozen=True, kw_only=True)
 class Bystander:
-    """Seconds of short requests, from their sending to their end, in quiet and beside the crowd's.
+    """Seconds that short requests take from start to end.
 
+    quiet         without a crowd
+    crowded       while the crowd sends
     num_ended     the crowd's requests that ended meanwhile
-    crowd_errors  the kinds of failures among these requests; refused requests load a server as well
+    crowd_errors  the kinds of failures among the crowd's requests; refused requests load a server as well
     """
 
     quiet: tuple[float, ...]
@@ -83,10 +88,9 @@ class Bystander:
 async def measure_bystander(
     session: aiohttp.ClientSession, target: Target, *, attackers: Attackers, prompt: str, requests: int
 ) -> Bystander:
-    """Send `requests` short requests in quiet, then as many beside the attackers, in `TURNS` turns. A quiet turn
-    begins when the server has let go of the attackers' last requests.
+    """Send `requests` short requests in quiet, then as many beside the attackers, in `TURNS` turns.
 
-    Raises `RuntimeError` where a short request fails, or no request of the crowd ended while it was measured.
+    Raises `RuntimeError` if a short request fails, or if no request of the crowd ends meanwhile.
     """
     quiet: list[float] = []
     crowded: list[float] = []
@@ -134,24 +138,24 @@ def run(
     ] = ("prompts",),
     characters: Annotated[int, Ge(1), Flag("Length of a long text.", DATA)] = 100_000,
     crowd: Annotated[int, Ge(1), Flag("Senders of the attack.", LOAD)] = 8,
-    requests: Annotated[int, Ge(4), Flag("Short requests in quiet, and as many beside the crowd's.", LOAD)] = 40,
+    requests: Annotated[int, Ge(4), Flag("Short requests in quiet, and as many beside the crowd.", LOAD)] = 40,
     max_tokens: Annotated[int, Ge(1), Flag("Tokens of a short request, at most.", LOAD)] = 16,
     request_seconds: RequestSeconds = 600.0,
     crowd_key: Annotated[
         str, Flag("The environment variable that holds the crowd's API key.", LOAD, metavar="VARIABLE")
     ] = KEY,
-    one_client: Annotated[bool, Flag("The crowd's bodies name the bystander's user.", LOAD)] = False,
+    one_client: Annotated[bool, Flag("Let the crowd send as the bystander's user.", LOAD)] = False,
     rounds: Annotated[int, Ge(1), Flag("How often to send all attacks.", LOAD)] = 1,
-    memory: Annotated[bool, Flag("Print what the server's processes hold, which run on this machine.", LOAD)] = False,
+    memory: Annotated[bool, Flag("Print the memory of the server's processes on this machine.", LOAD)] = False,
 ) -> None:
-    """Measure how long short requests take in quiet and beside a crowd's, in turns, and print the ratio.
+    """Measure how long short requests take in quiet and beside a crowd, in turns, and print the ratio.
 
     python -m benchmarks bystander --url http://127.0.0.1:8000 --attacks prompts,stops --characters 100000
 
     The key of OPENAI_API_KEY, if there is one, is sent.
 
-    A request that the endpoint refuses after it has looked at it is a load too. The crowd and the bystander are two
-    clients: on a server without keys by their field `user`, on a server with keys if --crowd-key names another key.
+    A refused request is a load too, because the endpoint reads it first. The crowd and the bystander are two clients.
+    A server without keys tells them apart by their field `user`, a server with keys by --crowd-key.
     """
     if unknown := [name for name in attacks if name not in CHOICES]:
         raise ValueError(f"--attacks {unknown[0]} is unknown; choose among {', '.join(CHOICES)}")

@@ -1,7 +1,6 @@
-"""A crowd of senders in a process of its own, which gives way to the server that it loads.
+"""A crowd of senders in a process of its own, so that the bystander's clock does not wait for the crowd's work.
 
-The bystander's clock must not wait for the crowd's work, and senders on other machines take no core of the server's.
-So the crowd's process runs at the lowest priority.
+A real crowd is on other machines and takes no core of the server's. So the process runs at the lowest priority.
 """
 
 import asyncio
@@ -19,8 +18,8 @@ import aiohttp
 from benchmarks.load.attacks import CROWD, HEADERS, attack_body
 from benchmarks.load.stream_client import failure_kind, open_session
 
-NUM_HEADERS, HEADER_BYTES = 100, 2**20  # of a request whose headers are the attack
-HEADER_PIECE = 2**16  # bytes of a header that are sent at once
+NUM_HEADERS, HEADER_BYTES = 100, 2**20  # a request of the attack `headers`: its headers, and the bytes of each
+HEADER_PIECE = 2**16  # bytes that are sent at once
 LOWEST_PRIORITY = 19
 STOP_SECONDS = 30.0
 
@@ -121,7 +120,7 @@ def _obey(attackers: Attackers, orders: Connection) -> None:
 
 
 async def _send_headers(url: str, endings: Endings) -> None:
-    """Requests of `NUM_HEADERS` headers of `HEADER_BYTES`, one after the other, each to its answer or its end."""
+    """Send requests of huge headers, one after the other. Each ends with an answer or a closed connection."""
     parts = urlsplit(url)
     while True:
         answer = b""

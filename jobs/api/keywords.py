@@ -157,8 +157,8 @@ class ChatKeywords(Keywords, total=False):
 def split_settings(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """The settings of the decoding, of the engine, and of the model. Raises `ValueError` for an unknown name.
 
-    `buffer_size` belongs to the decoding and `block_size` to the engine. If the model has a block size, it must be
-    equal.
+    Both the decoding and the engine have `buffer_size` and `block_size`. Here `buffer_size` is the decoding's, and
+    `block_size` the engine's.
     """
     decoding = {name: value for name, value in settings.items() if name in DECODING - {"block_size"}}
     engine = {name: value for name, value in settings.items() if name in ENGINE - DECODING | {"block_size"}}
@@ -187,7 +187,9 @@ def split_keywords(
     for name, value in keywords.items():
         if name in SAME:
             if keywords.get(SAME[name], value) != value or body.get(SAME[name], value) != value:
-                raise ValueError(f"{name}={value!r} is {SAME[name]}, which is given otherwise; give one of them")
+                raise ValueError(
+                    f"{name}={value!r} is another name of {SAME[name]}, which has another value; give one of them"
+                )
             body[SAME[name]] = value
         elif name in known:
             body[name] = value
@@ -214,7 +216,10 @@ def json_body(body: Mapping[str, Any]) -> bytes:
 
 
 def _logprobs(kind: type, body: dict[str, Any]) -> dict[str, Any]:
-    """The body with the endpoint's `logprobs`: a number is a chat's `top_logprobs`, `True` a completion's 0."""
+    """The body with `logprobs` as the endpoint takes it.
+
+    For a chat a number becomes `top_logprobs`. For a completion `True` becomes 0, and `False` becomes `None`.
+    """
     given = body.get("logprobs")
     if kind is ChatRequest and isinstance(given, int) and not isinstance(given, bool):
         return {"top_logprobs": given, **body, "logprobs": True}
@@ -224,7 +229,7 @@ def _logprobs(kind: type, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tools(body: dict[str, Any]) -> dict[str, Any]:
-    """The body with Python functions among its tools described by their signatures and docstrings."""
+    """The body, in which each tool that is a Python function is replaced by a JSON description of the function."""
     tools = body.get("tools")
     if callable(tools):
         raise ValueError(f"tools={tools!r} must be a list of functions")

@@ -102,7 +102,10 @@ class Subjects:
         *,
         url_weights: UrlWeights = "cache",
     ) -> Self:
-        """Fetch the models and ask the endpoints. Raises `ValueError` if one is not there, or if none is named."""
+        """Fetch the models and ask the endpoints.
+
+        Raises `ValueError` if a model or an endpoint is not there, or if neither is named.
+        """
         if not models and not endpoints:
             raise ValueError("nothing is to be swept: give --models, or --endpoint")
         addresses = [EndpointAddress.parse(text) for text in endpoints]

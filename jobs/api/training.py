@@ -161,7 +161,7 @@ class Names:
         if name in known:
             return
         if name in OF_CLUSTER:
-            raise ValueError(f"{name} belongs to a run on a cluster: name one with cluster, or leave {name} out")
+            raise ValueError(f"{name} belongs to a run on a cluster: give cluster too, or leave {name} out")
         if name in ALONE:
             raise ValueError(f"{name} belongs to a run without a cluster: give storage and checkpoint_every instead")
         raise unknown("keyword", name, known)

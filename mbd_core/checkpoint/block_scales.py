@@ -1,9 +1,8 @@
-"""FP8 weights as released: a float8 matrix, and beside it `..._scale_inv`, a factor for each of its blocks.
+"""FP8 weights as models are released: a float8 matrix, and `..._scale_inv` with a factor for each of its blocks.
 
 `weight[i, j] = stored[i, j] * weight_scale_inv[i // R, j // C]`, with blocks of R x C from config.json's
-`quantization_config` (128 x 128 in the releases). The matrices are read as bfloat16, block by block of the asked
-slice. `models/quantize.py` may round them again for computing in FP8. Experts can also keep values and scales
-(`block_experts.py`).
+`quantization_config` (128 x 128 in the releases). A model keeps the products in bfloat16. `models/quantize.py` may
+round them again for computing in FP8. Experts can also keep the stored values and scales (`block_experts.py`).
 """
 
 from collections.abc import Mapping
@@ -18,16 +17,16 @@ from mbd_core.ops.experts.fp8 import BlockShape
 FP8 = "F8_E4M3"
 SUFFIX = "_scale_inv"
 READ_AS = torch.bfloat16
-"""The dtype in which the released models compute where they do not compute in FP8."""
+"""The dtype of the products: the released models compute in it what they do not compute in FP8."""
 # Keys about the rounding of activations in FP8 products, and keys that the tensors' dtypes already show.
 HARMLESS = ("activation_scheme", "dequantize", "fmt", "ignored_layers", "modules_to_not_convert", "scale_fmt")
 KNOWN_KEYS = ("quant_method", "weight_block_size", *HARMLESS)
 
 
 def block_shape(config: Mapping[str, Any]) -> BlockShape | None:
-    """The blocks of a parsed config.json, `None` for weights that are not quantized.
+    """The size of the blocks by a parsed config.json, `None` for weights that are not quantized.
 
-    Raises `ValueError` for any other quantization.
+    Raises `ValueError` for any quantization but FP8 in blocks.
     """
     quantization = config.get("quantization_config")
     if quantization is None:
@@ -38,7 +37,7 @@ def block_shape(config: Mapping[str, Any]) -> BlockShape | None:
     if method != "fp8" or not whole:
         raise ValueError(
             f"config.json has a quantization_config with quant_method={method!r} and weight_block_size={blocks!r}; "
-            "fp8 with a block of two sizes is read, or take a release whose weights are not quantized"
+            "only fp8 with two block sizes is read; take a release whose weights are not quantized"
         )
     assert isinstance(quantization, dict) and isinstance(blocks, list)
     for key, value in quantization.items():
@@ -51,20 +50,20 @@ def block_shape(config: Mapping[str, Any]) -> BlockShape | None:
 
 
 def scales_shape(shape: tuple[int, ...], blocks: BlockShape) -> tuple[int, ...]:
-    """The shape of a matrix's scales; the last blocks may be cut."""
+    """The shape of a matrix's scales. The last blocks may be smaller than the others."""
     return tuple(-(-size // block) for size, block in zip(shape, blocks, strict=True))
 
 
 @dataclass(frozen=True)
 class ScaledMatrix:
-    """A matrix in a file, read in parts by slicing like safetensors' own slices: `stored` (float8) and its scales."""
+    """A matrix in a file: `stored`, a safetensors slice of float8, times its scales. Slicing it reads a part."""
 
     stored: Any
     scales: Tensor
     blocks: BlockShape
 
     def __getitem__(self, where: slice | tuple[slice, ...]) -> Tensor:
-        """Float32 rows and columns."""
+        """Rows and columns of the product, in float32."""
         ranges = self._ranges(where)
         rows, columns = (
             torch.arange(span.start, span.stop) // block for span, block in zip(ranges, self.blocks, strict=True)

@@ -25,7 +25,7 @@ READ_DTYPES = {
 
 @dataclass(frozen=True)
 class StreamedTensor:
-    """A tensor; a slice of it reads the rows that it needs, whole."""
+    """A tensor. Slicing it reads whole rows, only the rows of the slice."""
 
     reader: RangeReader
     name: str
@@ -77,8 +77,8 @@ class StreamedTensors:
 
 @contextmanager
 def many_at_once(file: Any, count: int, *, quiet: bool) -> Iterator[Callable[..., Iterable[Any]]]:
-    """`map`, for work on `count` tensors of an open file. Of a file at a URL several are read at once, with a bar
-    unless `quiet`."""
+    """A `map` for work on `count` tensors of an open file. From a file at a URL it reads several tensors at once, and
+    shows a bar unless `quiet`."""
     if not isinstance(file, StreamedTensors):
         yield map
         return

@@ -213,7 +213,7 @@ class Seating:
 
     @property
     def num_pages(self) -> int:
-        """The most pages of any sequence, without canvases, which may have several lanes."""
+        """The most pages of any sequence. Canvases are left out, because each of their lanes has pages of its own."""
         planned = [run.sequence for run in self.planned.running if not run.sequence.is_canvas]
         return max([self.ledger.most_pages, *(len(s.pages) for s in (*self._newcomers, *planned))]) or 1
 

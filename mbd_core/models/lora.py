@@ -106,10 +106,10 @@ class StackedFactors:
 
 
 class AdapterSlots:
-    """Slots 1 to `num_slots` for adapters of rank at most `max_rank`, beside a model's part; slot 0 is none.
+    """Slots 1 to `num_slots` for adapters of rank at most `max_rank`, beside a rank's part of a model.
 
-    `config` has the part's sizes, `like` the weights' device and dtype. Nothing is ever reallocated, because CUDA
-    graphs read the slots at their address.
+    A token of slot 0 has no adapter. `config` has the part's sizes, `like` the weights' device and dtype. Nothing is
+    ever reallocated, because CUDA graphs read the slots at their address.
     """
 
     def __init__(self, config: ModelConfig, shard: Shard, like: Tensor, *, num_slots: int, max_rank: int) -> None:

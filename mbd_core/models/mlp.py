@@ -1,8 +1,8 @@
 """The MLPs of a decoder layer: dense SwiGLU, and the mixture of experts with its router and shared experts.
 
-`Router` covers LLaDA2's grouped sigmoid router, whose offset changes the choice of experts but not their weights,
-LLaDA2.2's choice for a whole block, and the softmax router of SDAR-MoE (Qwen3-MoE). All compute in float32, whatever
-the model's dtype.
+`Router` covers three routers: LLaDA2's grouped sigmoid router, whose offset changes the choice of experts but not
+their weights; LLaDA2.2's router, which chooses for a whole block; and the softmax router of SDAR-MoE (Qwen3-MoE). All
+compute in float32, whatever the model's dtype.
 
 Shape legend: T tokens, D hidden, E experts, G groups, K experts a token, F expert width, S shared experts, N blocks,
 B block size.
@@ -61,7 +61,7 @@ class Router(nn.Module):
             self.register_buffer("expert_bias", torch.zeros(config.num_experts, dtype=torch.float32))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Moves with the module but stays float32: in bfloat16 the offset would change the choice of experts."""
+        """Moves the module, and keeps `expert_bias` in float32: in bfloat16 it would change the choice of experts."""
         original = self.expert_bias if self.config.expert_bias else None
         super()._apply(fn, recurse)
         if original is not None and self.expert_bias.dtype != torch.float32:
@@ -69,7 +69,7 @@ class Router(nn.Module):
         return self
 
     def check_blocks(self, num_tokens: int) -> None:
-        """Raises ValueError if blocks are incomplete."""
+        """Raises `ValueError` if the router chooses for whole blocks and the last block is incomplete."""
         if self.config.expert_capacity and num_tokens % self.block_size:
             raise ValueError(
                 f"{num_tokens} tokens are no whole number of blocks of {self.block_size} tokens, which choose their "
@@ -233,13 +233,13 @@ class Experts(nn.Module):
         return compute_experts(x_TD, self.gate_proj, self.up_proj, self.down_proj, ids_TK, weights_TK)
 
     def fuses(self, num_assignments: int) -> bool:
-        """Whether the kernels for few tokens compute this number of assignments, in inference."""
+        """Whether inference uses the kernels for few tokens with this number of assignments of tokens to experts."""
         return kernel_for(self.gate_proj).fuses(num_assignments, len(self.gate_proj))
 
     def parts(
         self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, shared: SharedExperts | None = None
     ) -> ExpertParts:
-        """`forward` before the sum, with `shared` among the experts, where the kernels for few tokens compute it."""
+        """The results of `forward` before their sum, with `shared` among the experts. Only if `fuses` is true."""
         stacks = self.gate_proj, self.up_proj, self.down_proj
         return expert_parts(x_TD, *stacks, ids_TK, weights_TK, shared=shared)
 
@@ -262,11 +262,11 @@ class MoE(nn.Module):
         return out_TD
 
     def fuses(self, num_tokens: int) -> bool:
-        """Whether the kernels for few tokens compute this number of tokens, in inference."""
+        """Whether inference uses the kernels for few tokens with this number of tokens."""
         return self.experts.fuses(num_tokens * self.gate.config.experts_per_token)
 
     def parts(self, x_TD: Tensor, live_T: Tensor | None, *, shares: bool) -> ExpertParts:
-        """`routed` before the sum, where the kernels for few tokens compute it; with `shares`, the whole layer."""
+        """The results of `routed` before their sum; with `shares`, of the whole layer. Only if `fuses` is true."""
         if not shares:
             return self.experts.parts(x_TD, *self.gate(x_TD, live_T))
         mlp = self.shared_experts

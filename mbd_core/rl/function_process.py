@@ -77,9 +77,9 @@ class UserFunction:
         ]
         missing = [item for item in required if item not in given or item not in names]
         if missing or not self._names:
-            what = f"a parameter '{missing[0]}' that nothing here has" if missing else "none of what it is given"
+            what = f"needs the parameter '{missing[0]}', which is not given" if missing else "takes no given parameter"
             raise FunctionRefused(
-                f"takes {what}; it is called by name with {', '.join(given)}: {HOW.replace('NAME', _last(name))}"
+                f"{what}; it is called by name with {', '.join(given)}: {HOW.replace('NAME', _last(name))}"
             )
 
     def __call__(self, rows: QuestionRows) -> Any:
@@ -239,7 +239,7 @@ def _computing_seconds() -> float:
 
 
 def _memory() -> FunctionReply:
-    """The most bytes that another process of this function would take, and whether it would compute on a GPU."""
+    """The most bytes that this process has had, and whether it computes on a GPU."""
     torch = sys.modules.get("torch")
     is_on_gpu = torch is not None and torch.cuda.is_initialized()
     return {"bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "is_on_gpu": is_on_gpu}

@@ -36,8 +36,10 @@ LEDGER_RL = RLRecipe(
     held_out=HeldOutConfig(evaluate_every=10, held_out=200),
     iterations=30,
 )
-"""LightningRL's reward, groups and objective, on the states of a MultiBD rollout: a study's arm on a small model. Its
-learning rate is the best of four on held-out problems after 5 of these 30 iterations (research/README.md)."""
+"""LightningRL's reward, groups and objective, on the states of a MultiBD rollout, for a small model.
+
+The learning rate is the best of four on held-out problems after 5 of these 30 iterations (research/README.md).
+"""
 
 TINY_RL = replace(
     LEDGER_RL,
@@ -47,8 +49,10 @@ TINY_RL = replace(
     held_out=HeldOutConfig(evaluate_every=12, held_out=32),
     iterations=12,
 )
-"""A minute or two of a processor: to see a run, and to check that a cluster can run it. It is too short to learn much;
-at a learning rate of 1e-4 and more these updates, of few answers each, make the model worse."""
+"""A first run, or a check that a cluster can run one: a minute or two on a CPU.
+
+It is too short to learn much. With a learning rate of 1e-4 or more, updates of so few answers make the model worse.
+"""
 
 TINY_OPD = replace(
     TINY_RL,

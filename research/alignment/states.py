@@ -176,7 +176,7 @@ def check_models(names: Sequence[str], plan: TracingPlan) -> dict[str, ModelFold
     if plan.task not in GENERATED_TASKS:
         raise ValueError(f"--task {plan.task} must be one of {', '.join(GENERATED_TASKS)}")
     if "buffer_size" in plan.decoding:
-        raise ValueError("--decoding must not name buffer_size; that is --buffer-size")
+        raise ValueError("--decoding must not name buffer_size; give --buffer-size instead")
     folders = {}
     for name in names:
         folder = read_folder(model_folder(name))

@@ -1,8 +1,8 @@
 """Distances of each recipe's training states from traces of inference, and whether near recipes do better.
 
-The traces are of the base under MultiBD, before any row is trained. The noise of the ninth row is fitted to half of
-the problems, and all distances are measured on the other half. The question whether near recipes do better is answered
-by Spearman's rank correlation of the rows, with an exact permutation test and an interval of its measurement.
+The traces are of the base under MultiBD, before any recipe is trained. The noise of the recipe `FITTED` is fitted to
+half of the problems, and all distances are measured on the other half. Whether near recipes do better is answered by
+Spearman's rank correlation over the recipes, with an exact permutation test and an interval of its measurement.
 
 Shape legend: R rows; D draws, the first of which is the measurement.
 """
@@ -167,9 +167,9 @@ def _orders(n: int) -> np.ndarray:
 def rank_correlation(distances: Sequence[float], outcomes_RD: np.ndarray) -> RankCorrelation:
     """The correlation of rows' distances with their outcomes (R, D), whose first draw is the measurement.
 
-    The interval covers other evaluations and training seeds of these very rows. The p-value says whether few rows can
-    tell a correlation from none. Raises `ValueError` for fewer than three rows, or more than the test can try, and for
-    rows that are all alike.
+    The interval covers other evaluations and training seeds of these very rows. The p-value says how likely so few
+    rows show such a correlation by chance. Raises `ValueError` for fewer than three rows, for more rows than the test
+    can try, and for rows that are all alike.
     """
     n = len(distances)
     if not FEWEST <= n <= MOST_EXACT:

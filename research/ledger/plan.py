@@ -1,9 +1,11 @@
 """The plan of the study on ledger-mini: recipes x seeds from one base, and the record of its folder.
 
 study.json            the study's plan (`StudyPlan`); a folder of another study is refused
-runs/RECIPE-sSEED     the training runs, models/RECIPE-sSEED their models: of all experiments, each trained once
-EXPERIMENT/           of one experiment: sweeps/seed-SEED, the evaluations; rows.parquet, an answer a row; study.md
-                      and study.png, the report of the rows of this experiment and of the experiments before it
+runs/RECIPE-sSEED     a training run; experiments share runs
+models/RECIPE-sSEED   the run's model
+EXPERIMENT/           sweeps/seed-SEED: an evaluation
+                      rows.parquet: the answers, one a row
+                      study.md, study.png: the report, which compares with earlier experiments' rows
 """
 
 import json
@@ -45,8 +47,8 @@ anew."""
 class StudySize:
     """How large a study is.
 
-    seeds   of training: they decide the samples, their order and the noise. Run `s` is evaluated on the problems of
-            the sweep's seed `s`, and so is the base
+    A training seed decides the samples, their order and the noise. The runs of seed `s`, and the base, are evaluated
+    on the problems of the sweep's seed `s`.
     """
 
     seeds: Annotated[tuple[Annotated[int, Ge(0)], ...], Flag(metavar="S,...", commas=True)] = (0, 1, 2)
@@ -64,7 +66,7 @@ class StudySize:
         if not self.seeds or not self.taus or not self.buffers or self.problems < 2:
             raise ValueError("a study needs a seed, a threshold, a buffer size and two problems at least")
         if min(self.buffers) < 2:
-            raise ValueError(f"buffer sizes {self.buffers} are of MultiBD, at least 2: SingleBD is always evaluated")
+            raise ValueError(f"buffer sizes {self.buffers} must be at least 2: size 1, SingleBD, is always evaluated")
         if not all(0.0 < tau < 1.0 for tau in self.taus):
             raise ValueError(f"thresholds {self.taus} must lie between 0 and 1")
 
@@ -143,7 +145,7 @@ def read_plan(folder: Path) -> StudyPlan:
 
 
 def missing_models(folder: Path, plan: StudyPlan, experiment: Experiment) -> list[tuple[TrainingRecipe, int]]:
-    """The runs whose models are missing: a model is written whole, when its run is done."""
+    """The runs without a model. A run that is stopped has none, because a model is written when its run is done."""
     return [(recipe, seed) for recipe, seed in plan.runs(experiment) if not model_path(folder, recipe, seed).exists()]
 
 

@@ -137,9 +137,9 @@ def paired_rows(table: pa.Table) -> PairedRows:
     if not len(rows):
         raise ValueError("there are no rows")
     tables = {StudyCell(**cell): _of_cell(rows, cell) for cell in rows.group_by(CELL).aggregate([]).to_pylist()}
-    first, *other_paths = sorted(tables)
+    first, *others = sorted(tables)
     problems = tables[first].select(["seed", "problem"])
-    for cell in other_paths:
+    for cell in others:
         if not tables[cell].select(["seed", "problem"]).equals(problems):
             raise ValueError(f"{cell} has other problems than {first}: the study is not finished")
     seeds, seed_P = np.unique(problems["seed"].to_numpy(), return_inverse=True)
@@ -181,7 +181,10 @@ Measure = Literal["accuracy", "nfe", "tpf"]
 
 @dataclass(frozen=True, kw_only=True)
 class McNemar:
-    """Exact McNemar's test of two cells: the problems that one alone has right, under a fair coin."""
+    """McNemar's exact test of two cells. It counts the problems that only one of the two has right.
+
+    `p_value` is the chance of a split as uneven as this if each such problem were decided by a fair coin.
+    """
 
     first_only: int
     second_only: int
@@ -233,11 +236,11 @@ class DrawnMeans:
 
 
 def bootstrap_means(rows: PairedRows, *, num_draws: int = NUM_DRAWS, seed: int = 0) -> DrawnMeans:
-    """The means of the rows themselves and of draws of their seeds and, in each, of its problems.
+    """The means of the rows themselves, and of draws in two levels: of the seeds, and of each drawn seed's problems.
 
-    A run of another seed is another model on other problems. A draw holds only seeds of the rows. If three seeds
-    differ by more than the chance of their problems, the intervals are too narrow; if they differ by less, too wide.
-    Student's interval over `each_seed` stands beside them. One seed has intervals over its problems alone.
+    A seed stands for a trained model and for its problems. If three seeds differ by more than the chance of their
+    problems, the intervals are too narrow. If they differ by less, the intervals are too wide. Reports therefore show
+    Student's interval over `each_seed` too. The intervals of a single seed are over its problems alone.
     """
     one_draw = np.ones((1, rows.num_problems))
     return DrawnMeans(rows, chain([one_draw], bootstrap(rows.seed_P, seed=seed, num_draws=num_draws)))

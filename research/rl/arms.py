@@ -24,8 +24,10 @@ A = replace(
     rollouts=replace(LEDGER_RL.rollouts, fresh_problems=False),
     iterations=ITERATIONS,
 )
-"""Exact replay, correctness and TPF: LightningRL's reward, groups and objective in the states of the engine. The
-problems of the published rows come from the seed's stream; the stream of seed 1 had trained `ledger-mbd`."""
+"""Exact replay, correctness and TPF: LightningRL's reward, groups and objective in the states of the engine.
+
+A run's seed chooses its stream of problems. The stream of seed 1 is the stream on which `ledger-mbd` was trained.
+"""
 
 B = replace(
     A,
@@ -39,9 +41,11 @@ C = replace(A, name="rl-C", states="all-masked")
 """LightningRL's released learner: each block in one forward, all its tokens masked."""
 
 SFT_UPDATES = 36
-"""In `ledger-mbd`'s recipe an update has 6,640 tokens. The total equals A's learner tokens, 5 iterations of 48,000.
-48,000 is the number after groups were filtered, as the mean of ten iterations of the runs that chose the learning
-rate."""
+"""As many updates of `ledger-mbd`'s recipe (6,640 tokens each) as make A's learner tokens: 5 iterations of 48,000.
+
+48,000 is the mean number of tokens in the groups that pass A's filter, over ten iterations of the runs that chose the
+learning rate.
+"""
 D = replace(LEDGER_MBD, name="rl-D", base="ledger-mbd", train=replace(LEDGER_MBD.train, steps=SFT_UPDATES, warmup=4))
 """MultiTF on right solutions for the same number of learner tokens: a recipe of `mbd train`."""
 
@@ -56,12 +60,12 @@ G = replace(A, name="rl-G", states="block-local")
 """TraceRL's states, which are not the engine's at four slots."""
 
 LONG = replace(A, name="rl-A-20", iterations=20)
-"""A for four times as long. No claim was stated about it; its first iterations are A's."""
+"""A for four times as long. Its first iterations equal A's. No claim was stated about it beforehand."""
 
 LOW = replace(LEDGER_RL.train, lr=1e-5)
 LOW_A = replace(LONG, name="rl-A-20-low", train=LOW)
 LOW_E = replace(E, name="rl-E-20-low", iterations=20, train=LOW)
-"""A and E with 20 iterations at a fifth of the learning rate. E's was added after the result of E was seen."""
+"""A and E with 20 iterations at a fifth of the learning rate. `LOW_E` was added after the result of E was known."""
 
 ARMS: dict[str, RLRecipe | TrainingRecipe] = {arm.name: arm for arm in (A, C, D, E, F, B, G, LONG, LOW_A, LOW_E)}
 """In the order in which a study runs them."""

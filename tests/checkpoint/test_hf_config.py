@@ -77,11 +77,14 @@ def test_a_value_of_another_type_is_named(config: ModelConfig) -> None:
         ({"architectures": ["SDARForCausalLM", "DreamModel"]}, r"architectures=\['SDARForCausalLM', 'DreamModel'\]"),
         ({"architectures": [{}]}, r"architectures=\[\{\}\]; supported: "),
         ({"architectures": None}, "architectures=None; supported: "),
-        ({"quantization_config": {"quant_method": "fp8"}}, "with quant_method='fp8' and weight_block_size=None; fp8"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            "with quant_method='fp8' and weight_block_size=None; only fp8",
+        ),
         ({"quantization_config": "fp8"}, "^config.json has a quantization_config with quant_method='fp8' and"),
         (
             {"quantization_config": {"quant_method": "gptq", "weight_block_size": [128, 128]}},
-            r"with quant_method='gptq' and weight_block_size=\[128, 128\]; fp8 with a block of two sizes is read",
+            r"with quant_method='gptq' and weight_block_size=\[128, 128\]; only fp8 with two block sizes is read",
         ),
         ({"rope_parameters": [1]}, r"rope_parameters=\[1\]; it must be an object"),
         ({"rotary_dim": "4"}, "rotary_dim='4'; it must be a whole number"),

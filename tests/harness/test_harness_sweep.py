@@ -232,7 +232,7 @@ def test_tasks_that_score_are_swept_beside_those_that_decode(folder: Path, tmp_p
         plan_sweep(load_inputs(options(folder, "", tasks=both, samples=2, temperature=1.0)))
     with pytest.raises(ValueError, match="leave --tensor-parallel out"):
         plan_sweep(load_inputs(options(folder, "local_mmlu", methods=None, tensor_parallel=2)))
-    with pytest.raises(ValueError, match="--mc-num is the draws of log-likelihoods, which no task here compares"):
+    with pytest.raises(ValueError, match="--mc-num is for tasks that compare log-likelihoods"):
         plan_sweep(load_inputs(options(folder, "local_gsm8k", mc_num=1)))
 
 

@@ -89,7 +89,7 @@ def test_a_zero_shot_task_has_no_examples_and_a_generated_one_no_file(data: Path
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--tasks", "gsm8k"], "task 'gsm8k' needs its problems' file"),
+        (["--tasks", "gsm8k"], "task 'gsm8k' needs the file of its problems"),
         (["--tasks", "gsm-mini", "--recipe", "x"], "unknown recipe 'x'; known: own"),
         (["--tasks", "gsm8k", "--data", "test.jsonl", "--recipe", "fast-dllm"], "shows 5 solved problems before each"),
         (["--tasks", "bfcl:irrelevance", "--data", "."], "lm-evaluation-harness does not read out of an answer"),

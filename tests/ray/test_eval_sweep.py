@@ -361,7 +361,7 @@ def test_engines_on_cpus_divide_the_memory_and_leave_a_cpu_for_grading(ray_clust
         ({"--method": "c={"}, "--method c: { is not valid JSON"),
         ({"--recipe": "none-such"}, "unknown recipe 'none-such'; known: own, bare, mbd-lms"),
         ({"--max-tokens": "512"}, "--max-tokens 512 cannot be honoured: model 'tiny-random' holds 512 positions"),
-        ({"--tasks": "gsm8k"}, "task 'gsm8k' needs its problems' file"),
+        ({"--tasks": "gsm8k"}, "task 'gsm8k' needs the file of its problems"),
         ({"--data": "gsm8k=rows.jsonl"}, "the task 'gsm8k' is not among --tasks"),
         ({"--data": "rows.jsonl"}, "takes no data file"),
         ({"--limit": "0"}, "--limit 0 must be a whole number of at least 1"),

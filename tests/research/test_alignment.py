@@ -67,7 +67,7 @@ def test_the_traces_alone_give_the_same_report(report: Path, tmp_path: Path, mon
         (["--recipe", "tiny"], "unknown recipe 'tiny'"),
         (["--task", "gsm"], "--task gsm must be one of gsm-mini, code-mini"),
         (["--traces", "nowhere"], "nowhere/traces.json cannot be read"),
-        (["--decoding", '{"buffer_size": 2}'], "that is --buffer-size"),
+        (["--decoding", '{"buffer_size": 2}'], "give --buffer-size instead"),
         (["--models", f"tiny-mbd,{SHIPPED}/tiny-mbd"], "two of --models are called tiny-mbd"),
     ],
 )

@@ -308,7 +308,7 @@ def test_bad_input_is_one_sentence(tiny_model_dir: Path, tmp_path: Path, capsys:
             (bare / file.name).write_bytes(file.read_bytes())
     refused = [
         ({"model": str(bare)}, "bare.*tokenizer"),
-        ({"rollouts": replace(recipe.rollouts, task="gsm8k")}, r"task 'gsm8k' needs its problems' file .*--data PATH"),
+        ({"rollouts": replace(recipe.rollouts, task="gsm8k")}, r"task 'gsm8k' needs the file .*--data PATH"),
         ({"rollouts": replace(recipe.rollouts, prompt_recipe="none")}, "unknown recipe 'none'"),
         (
             {"rollouts": replace(recipe.rollouts, decoding={"t2t": {"tau": 0.4}})},

@@ -40,13 +40,13 @@ def test_a_function_that_gives_no_reward_is_one_sentence(name: str, says: str) -
         ("absent.py:f", "raised FileNotFoundError: "),
         ("rl_rewards:absent", "raised AttributeError: "),
         ("rl_rewards:no_function", "is a str, which cannot be called; write no_function(prompt, text, reference) for"),
-        ("rl_rewards:of_others", "takes a parameter 'query' that nothing here has; it is called by name with prompt,"),
+        ("rl_rewards:of_others", "needs the parameter 'query', which is not given; it is called by name with prompt,"),
         (
             "rl_rewards:of_trl_solution",
-            "takes a parameter 'solution' that .* called by name with prompts, completions",
+            "needs the parameter 'solution', .* called by name with prompts, completions",
         ),
-        ("builtins:len", "takes a parameter 'obj' that nothing here has"),
-        ("rl_rewards:constant", "takes none of what it is given; it is called by name with prompt, text"),
+        ("builtins:len", "needs the parameter 'obj', which is not given"),
+        ("rl_rewards:constant", "takes no given parameter; it is called by name with prompt, text"),
     ],
 )
 def test_a_function_that_cannot_be_asked_is_found_before_any_work(name: str, says: str) -> None:

@@ -88,7 +88,7 @@ def test_a_report_is_replaced_on_request_alone_and_a_users_folder_never(
         (["x=a.parquet", "x=b.parquet"], "two traces have the same name"),
         (["--model", "tiny-mbd", "--buffer-size", "1"], "is SingleBD itself"),
         (["--model", "tiny-mbd", "--decoding", "{"], "is not valid JSON"),
-        (["--model", "tiny-mbd", "--decoding", '{"buffer_size": 2}'], "that is --buffer-size"),
+        (["--model", "tiny-mbd", "--decoding", '{"buffer_size": 2}'], "give --buffer-size instead"),
     ],
 )
 def test_a_bad_command_line_is_one_sentence(

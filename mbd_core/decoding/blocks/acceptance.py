@@ -51,13 +51,12 @@ def predict(
     fallback_P: Tensor | None = None,
     num_tops: int = 0,
 ) -> Prediction:
-    """The result of `choose` at `num_asked` positions and their scores, written to places `at_A` of the flat `shape`
-    (`None`: all); and the `num_tops` likeliest tokens of each position (A, 2 `num_tops`), if any are asked for.
+    """Chooses tokens at `num_asked` positions, and writes them to the places `at_A` of the flat `shape` (`None`: all).
 
-    `logits_of` returns the logits (P, V) of a range of the positions; it is called for at most `chunk` of them at a
-    time, so that the logits of a large batch are never in memory together. `fallback_P` (a `FALLBACKS` number a
-    position) is needed if some request ranks by margin or entropy. `at_A` can have a fixed length: the sentinel
-    `shape.numel()` marks padding.
+    `logits_of` returns the logits (P, V) of a range of at most `chunk` positions, so that the logits of a large batch
+    are never in memory together. `fallback_P` (a `FALLBACKS` number a position) is needed if some request ranks by
+    margin or entropy. `at_A` can have a fixed length: the sentinel `shape.numel()` marks padding. With `num_tops`, the
+    result has the `num_tops` likeliest tokens of each position too.
     """
     parts = []
     for start in range(0, max(num_asked, 1), chunk):
@@ -93,7 +92,7 @@ def placed_tops(tops_A2K: Tensor, at_A: Tensor | None, *, num_places: int) -> Te
 
 
 def leftmost_part(open_RNB: Tensor, size_R: Tensor) -> Tensor:
-    """The open positions (R, N, B) of the leftmost sub-block of each slot that has one; it has `size_R` positions."""
+    """The open positions (R, N, B) in each slot's leftmost sub-block (of `size_R` positions) with an open position."""
     size_R1 = size_R.clamp(min=1)[:, None]
     part_RB = torch.arange(open_RNB.shape[-1], device=open_RNB.device) // size_R1
     first_RN = open_RNB.int().argmax(-1) // size_R1
@@ -137,8 +136,8 @@ def accept_by_entropy(
 
     The open positions of a slot are taken in the order of their entropies, H_1 <= H_2 <= ..., ties from the left. Let
     S_k = H_1 + ... + H_k. The paper (arXiv 2505.24857) accepts position k if S_k - H_k <= `gamma_R`. JetEngine accepts
-    it if k = 1 or S_k < `gamma_R`. In a slot whose fallback `gate_RN` forbids, no position is accepted regardless of
-    its entropy: the paper's rule becomes S_k <= `gamma_R`, and JetEngine's S_k < `gamma_R`.
+    it if k = 1 or S_k < `gamma_R`. So both accept position 1 whatever its entropy is, which is a fallback. Where
+    `gate_RN` forbids the fallback, the paper's rule becomes S_k <= `gamma_R`, and JetEngine's S_k < `gamma_R`.
     """
     entropy_RNB = (score_RNB * -ENTROPY_UNITS).nan_to_num(0.0).clamp(0.0, MOST_ENTROPY).long()
     ordered, order = entropy_RNB.masked_fill(~open_RNB, int(MOST_ENTROPY) + 1).sort(dim=-1, stable=True)
@@ -160,7 +159,7 @@ def accept_from_left(confidence_RNB: Tensor, open_RNB: Tensor, *, gate_RN: Tenso
 
 
 def leading(mask: Tensor) -> Tensor:
-    """The places of the last dimension at which the mask holds, and at all places before."""
+    """The places of the last dimension up to which the mask is true everywhere."""
     return mask.long().cumprod(-1).bool()
 
 

@@ -60,9 +60,10 @@ class Levenshtein:
     steps: Annotated[int, Ge(1), Le(MOST)] = 32
     """fluxserve: the number of forwards that fill a block's masks."""
     max_post_steps: Annotated[int, Ge(0), Le(MOST)] = 16
-    """The block is resolved after this many forwards without any of its original masks; 0: with the last mask."""
+    """The forwards of a block after its last original mask is filled; the last of them resolves the block. 0: the
+    forward that fills the last original mask resolves it."""
     max_steps: Annotated[int, Ge(1), Le(MOST)] = 1000
-    """fluxserve: the forward of a block that resolves it in any case."""
+    """fluxserve: the most forwards of a block; the last of them resolves it."""
 
     def __post_init__(self) -> None:
         only = ("fluxserve",)
@@ -74,9 +75,9 @@ class DecodingConfig:
     """Every decoding method as one value: block by block (the fields below), a canvas (`canvas`), or behind a causally
     stored prefix (`causal`).
 
-    SingleBD is `buffer_size=1`, MultiBD a larger one (Alg. 4 and 5, Table 4); `t2t` and `soft` add revision. D2F is
-    `prompt_attention="full"`. Its cache-only ablation also has `buffer_size=1`; its fully block-causal variant has the
-    same thresholds without `prompt_attention` (App. C.5).
+    SingleBD is `buffer_size=1`, and MultiBD a larger `buffer_size` (Alg. 4 and 5, Table 4). `t2t` and `soft` add
+    revision. D2F is `prompt_attention="full"`. Its cache-only ablation also has `buffer_size=1`. Its fully
+    block-causal variant has the same thresholds without `prompt_attention` (App. C.5).
 
     Progress counts editable positions only: not the prompt's remainder in the boundary block, not positions past
     `max_tokens`. Raises `ValueError` naming the field.

@@ -16,8 +16,8 @@ KEPT_STEPS = 128
 CARRIED = 0.05
 """The weight of measures at other loads, until this load is measured."""
 LEAST_VERIFIED = 32
-"""Requests draft until this number of rows were verified, and at least the last rows of this number are remembered.
-With many requests a few steps show the yield of drafts; a single request needs several passages of its text."""
+"""Requests draft until this number of rows was verified. Old rows are forgotten only beyond this number. With many
+requests a few steps show the yield of drafts. A single request needs many steps, in several passages of its text."""
 KEPT_YIELD = 1024
 """Steps after which the yield of drafts has lost most of its weight while nobody drafts."""
 OUTLIER = 4.0
@@ -114,7 +114,7 @@ class LoadRange:
             self.unseen_seconds[mode] += seconds
         self.unseen_steps[drafts] = 0
         if load.prompt_tokens <= load.positions or math.isfinite(self.unseen_seconds[drafts]):
-            self.unseen_seconds[drafts] = 0.0  # a mode counts as measured once its prompts are the smaller part
+            self.unseen_seconds[drafts] = 0.0  # steps that mostly store prompts are no first measure of a mode
 
     def _fit(self) -> None:
         relative = np.array(self._relative)

@@ -1,11 +1,11 @@
 """The numbers of a sweep's report: a summary of every configuration, and both AUPs with their points and intervals.
 
 The intervals are of a bootstrap over a task's problems, with the same draws for every configuration. Each draw
-computes all curves anew: their points and the order of these, y_max, and the points that d3LLM drops. All of these
-depend on the problems.
+computes all curves anew: the points, their order, y_max, and the points that d3LLM drops. All of these depend on the
+problems.
 
-A mean over tasks has an interval of its own: of the means of the tasks' draws. Draws of different tasks are
-independent; tasks of the same problems share their draws, because the answers to a problem in two tasks are not
+The interval of a mean over tasks comes from the means over tasks of each draw. Draws of different tasks are
+independent. Tasks of the same problems share their draws, because the answers to a problem in two tasks are not
 independent.
 """
 

@@ -70,7 +70,7 @@ def _method(row: ReportRow) -> tuple[str, str]:
 
 
 def _answers(samples: Sequence[GradedSample]) -> RightByDraw:
-    """Whether each problem is right under each seed; samples that agree in both count in their order."""
+    """Whether each answer is right, by problem, seed, and number among the answers of that problem and seed."""
     answers: dict[tuple[str, int, int], bool] = {}
     counts: Counter[tuple[str, int]] = Counter()
     for sample in samples:

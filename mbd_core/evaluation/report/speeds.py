@@ -1,8 +1,8 @@
 """The speeds of a sweep: their table, the gain that TPF predicts, an endpoint's seconds.
 
-TPS = TPF / T_step. So `tpf_gain` times the tokens a forward and `latency_cost` times the seconds a forward predict
-`tpf_gain / latency_cost` times the TPS. For the decode TPS that holds by definition. The TPS measured here is a whole
-request's, with its prompt and the engine's work between forwards, so it may differ.
+TPS = TPF / T_step. If TPF grows by the factor `tpf_gain` and T_step by `latency_cost`, TPS is predicted to grow by
+`tpf_gain / latency_cost`. For the decode TPS that holds by definition. The TPS measured here is a whole request's,
+with its prompt and the engine's work between forwards, so it may differ.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,7 +31,7 @@ SPEED_NOTE = (
 
 
 def speed_table(times: Sequence[MeasuredSpeed], labels: Mapping[str, str], varied: Mapping[ReportKey, str]) -> Table:
-    """The speeds; `varied` has the settings in which a method's configurations differ."""
+    """The table of speeds. `varied` has the settings in which a method's configurations differ."""
     concurrencies = " or ".join(str(count) for count in sorted({speed.concurrency for speed in times}))
     return Table(
         title="Speed",

@@ -32,13 +32,13 @@ from mbd_core.evaluation.sweep.gathered_samples import load_samples
 from mbd_core.evaluation.sweep.record import SweepRecord
 from mbd_core.tables import Table, markdown
 
-MOST_REASONS = 3  # why a model's requests failed, for a task
-PROMPT_FIELDS = ("form", "prompt", "examples", "examples_sha256", "stop")  # what a task's settings say of its prompts
+MOST_REASONS = 3  # shown reasons why a model's requests to a task failed
+PROMPT_FIELDS = ("form", "prompt", "examples", "examples_sha256", "stop")  # fields of a task's settings on its prompts
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepSummary:
-    """A report's tables, the contents of its files by name, and how many of its planned samples are there."""
+    """A report's tables, the contents of its files by name, and its numbers of present and of planned samples."""
 
     tables: Sequence[Table]
     files: dict[str, bytes]
@@ -56,7 +56,7 @@ class SweepSummary:
 
 
 def summarize_sweeps(folders: Sequence[Path]) -> SweepSummary:
-    """The report of the rows in the folders. Shards of one sweep, once they are all there, give the sweep's report.
+    """The report of the rows in the folders. All shards of one sweep together give the sweep's report.
 
     Raises `ValueError` for a folder without a sweep, for sweeps that cannot be joined, and if there are no rows.
     """
@@ -120,14 +120,17 @@ def repeated_of(samples: Mapping[ReportKey, Sequence[GradedSample]]) -> dict[Rep
 
 
 def joinable_records(folders: Sequence[Path]) -> list[SweepRecord]:
-    """The records of the folders' sweeps; `ValueError` for a folder without one, or sweeps that cannot be joined."""
+    """The records of the folders' sweeps.
+
+    Raises `ValueError` for a folder without a sweep, and for sweeps that cannot be joined.
+    """
     records = [read_record(folder) for folder in folders]
     _check_joinable(folders, records)
     return records
 
 
 def planned_samples(records: Sequence[SweepRecord]) -> int:
-    """How many samples these sweeps have once they are finished; shards of one sweep are one."""
+    """How many samples these sweeps have once they are finished. Shards of one sweep count as one sweep."""
     return sum(record.num_samples for record in _records_by_plan(records))
 
 
@@ -185,7 +188,7 @@ def _check_joinable(folders: Sequence[Path], records: Sequence[SweepRecord]) -> 
 
 
 def _meanings(record: SweepRecord) -> Iterator[tuple[str, Any]]:
-    """The names of a sweep, as the subject of a sentence, each with its meaning in this sweep."""
+    """Pairs: the subject of an error's sentence, as "the files of model 'm'", and its content in this sweep."""
     for name, digest in record.plan["models"].items():
         yield f"the files of model '{name}'", digest
     for name, task in record.plan["tasks"].items():
@@ -207,8 +210,10 @@ def _records_by_plan(records: Sequence[SweepRecord]) -> list[SweepRecord]:
 
 
 def _joined_settings(folders: Sequence[Path], records: Sequence[SweepRecord]) -> Mapping[str, Any]:
-    """The settings of one sweep, or each sweep's settings by its folder's name. They name all machines on which shards
-    ran, and how these contained programs. A model's digest says which weights it has."""
+    """The settings of one sweep, or each sweep's settings by its folder's name.
+
+    Added are the machines of all shards, how programs were isolated there, and the digests of the models' weights.
+    """
     plan_records = _records_by_plan(records)
     if len(plan_records) > 1:
         return {

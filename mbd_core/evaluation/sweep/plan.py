@@ -79,12 +79,12 @@ def _check_scores(inputs: SweepInputs) -> None:
     options, scored_tasks = inputs.options, [task for task in inputs.tasks if task.inputs.scores]
     if not scored_tasks:
         if options.mc_num != NUM_DRAWS:
-            raise ValueError("--mc-num is the draws of log-likelihoods, which no task here compares: leave it out")
+            raise ValueError("--mc-num is for tasks that compare log-likelihoods, and no task here does: leave it out")
         return
     refusals = {
-        "--endpoint": "an endpoint gives none of a diffusion model" if options.endpoints else "",
+        "--endpoint": "an endpoint gives no log-likelihoods of a diffusion model" if options.endpoints else "",
         "--samples": "nothing is drawn" if options.samples > 1 else "",
-        "--tensor-parallel": "they need a model that is not cut among ranks" if options.tensor_parallel > 1 else "",
+        "--tensor-parallel": "these need a model on a single rank" if options.tensor_parallel > 1 else "",
     }
     if len(scored_tasks) == len(inputs.tasks) and (options.methods or options.definitions or options.grid):
         refusals["--methods, --method and --grid"] = "no decoder changes them"
@@ -128,8 +128,8 @@ def endpoint_notes(endpoint: Endpoint, tasks: Sequence[AskedTask]) -> list[str]:
     for task in tasks:
         if task.name.startswith(f"{function_calls.FREE}:"):
             raise ValueError(
-                f"endpoint '{endpoint.name}' decides itself whether a grammar holds its calls: ask it "
-                f"{task.name.replace(function_calls.FREE, function_calls.NAME)}"
+                f"task '{task.name}' asks for calls without a grammar, and endpoint '{endpoint.name}' decides itself "
+                f"whether it uses a grammar: give {task.name.replace(function_calls.FREE, function_calls.NAME)}"
             )
         if endpoint.positions is not None and task.inputs.max_tokens >= endpoint.positions:
             raise ValueError(
@@ -146,7 +146,7 @@ def endpoint_notes(endpoint: Endpoint, tasks: Sequence[AskedTask]) -> list[str]:
 
 
 def _method_names(inputs: SweepInputs, prefix_methods: Sequence[str] = ()) -> Sequence[str]:
-    """The methods of a model: the methods asked for, else the model's own and the defined ones."""
+    """The methods of a model: the methods asked for, else the model's own methods and the defined methods."""
     if inputs.options.methods is not None:
         return inputs.options.methods
     defined_methods = [name for name in inputs.methods if name not in NAMED_METHODS]
@@ -192,7 +192,7 @@ def _model_variants(model: SweptModel, inputs: SweepInputs, names: Sequence[str]
 
 
 def _endpoint_variants(endpoint: Endpoint, inputs: SweepInputs, names: Sequence[str]) -> list[Variant]:
-    """An endpoint's configurations: the methods' if it is an endpoint of this project, else its default alone.
+    """An endpoint's configurations. An endpoint of another project has its default alone.
 
     Raises `ValueError` as `plan_variants` does, and for a buffer_size that the endpoint does not take.
     """

@@ -1,4 +1,4 @@
-"""The problems of a task: from a generator, or rows from where a benchmark lies."""
+"""The problems of a task: from its generator, or from the rows of a benchmark."""
 
 import datetime
 import hashlib
@@ -15,7 +15,7 @@ from mbd_core.row_files.paths import NumberedRow, read_row_files
 from mbd_core.row_files.rows import FORMATS
 from mbd_core.tasks.split import Split
 
-# Rows from where a benchmark lies: files of any format that hubs have, or a data set of the Hugging Face hub itself.
+# A benchmark's rows: from files in any format of the hubs, or from a data set of the Hugging Face hub itself.
 
 HUB, HUB_URL = "hub:", "https://huggingface.co"
 
@@ -24,7 +24,7 @@ def read_rows(path: str) -> Iterator[NumberedRow]:
     """The rows of a benchmark, each with its number and its place in words, as `FILE, line N`.
 
     `path` names files (`read_row_files`), or `hub:NAME[:CONFIGURATION[:SPLIT]]` (by default the split `test`), which
-    the package `datasets` loads. Raises `ValueError`, one sentence, for what cannot be read.
+    the package `datasets` loads. Raises `ValueError`, one sentence, if a file or the data set cannot be read.
     """
     return _hub_rows(path) if path.startswith(HUB) else read_row_files(path)
 
@@ -42,7 +42,7 @@ def _hub_rows(path: str) -> Iterator[NumberedRow]:
         ) from None
     try:
         rows = load_dataset(name, configuration or None, split=split or "test")
-    except Exception as error:  # it has no class of its own for a name, a network or a split that is not there
+    except Exception as error:  # datasets raises errors of many classes for a wrong name or split, or a network
         raise ValueError(f"{path} cannot be loaded: {error_line(error)}{connection_note(error, HUB_URL)}") from None
     for number, row in enumerate(rows, start=1):
         yield number, f"{path}, row {number}", dict(row)
@@ -86,8 +86,8 @@ def load_problems(
     if task.generate is None:
         if data is None:
             raise ValueError(
-                f"task '{task.name}' needs its problems' file ({FORMATS}): --data PATH, beside other tasks "
-                f"{task.name}=PATH"
+                f"task '{task.name}' needs the file of its problems ({FORMATS}): give --data PATH, or with several "
+                f"tasks --data {task.name}=PATH"
             )
         return ProblemSet(task=task, source=data, problems=tuple(_problems(task, read_rows(data), data)[:limit]))
     if data is not None:

@@ -47,11 +47,12 @@ ANSWERED = "left out: a model answers instead"
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """The columns that hold conversations: one of messages, or a pair of prompt and response; or none yet (`found`).
+    """The names of the columns that hold conversations: a column of messages, or columns of prompt and response.
 
-    Without `answered`, rows may lack the response, and their conversations end before it. `system` and `tools` name
-    columns beside them; the defaults are the usual names. `roles` maps a user's names of roles. `ignored` names
-    columns to leave out, and fields of turns, tools or variables, like `messages.weight`.
+    If all are `None`, `found` looks for columns with the usual names. Without `answered`, rows may lack the response,
+    and their conversations end before it. `system` and `tools` name further columns; by default they have the usual
+    names. `roles` maps a user's names of roles. `ignored` names columns to leave out, and fields of turns, tools or
+    variables, like `messages.weight`.
     """
 
     chat: str | None = None
@@ -70,7 +71,7 @@ class Columns:
             raise ValueError("name either the column of messages, or both the columns of prompt and response")
         for name in filter(None, (self.chat, self.prompt, self.response, self.system, self.tools)):
             if name in self.ignored:
-                raise ValueError(f"the column {name!r} is both named as one to read and among --ignore-columns")
+                raise ValueError(f"the column {name!r} is named both as a column to read and in --ignore-columns")
         for name, role in self.roles.items():
             if role not in TARGETS:
                 raise ValueError(f"--roles {name}={role}: a role is one of {', '.join(TARGETS)}")
@@ -98,12 +99,13 @@ class Columns:
             return replace(self, chat=chats[0])
         reasons = [f"{name!r}: {HINTS[name]}" for name in there if name in HINTS]
         raise ColumnRefused(
-            f"its columns {', '.join(map(repr, row))} are no conversation: name that of messages (--messages), or "
-            "those of prompt and response (--prompt, --response)" + "".join(f" ({reason})" for reason in reasons[:1])
+            f"its columns {', '.join(map(repr, row))} are no conversation: name the column of messages (--messages), "
+            "or the columns of prompt and response (--prompt, --response)"
+            + "".join(f" ({reason})" for reason in reasons[:1])
         )
 
     def messages(self, row: Mapping[str, Any]) -> ConversationMessages:
-        """The row's conversation, which ends with the answer. Raises `ValueError` for a malformed one."""
+        """The row's conversation, which ends with the answer. Raises `ValueError` for a malformed row."""
         return list(self.conversation("", row, []).messages)  # type: ignore[arg-type]
 
     def conversation(self, name: str, row: Mapping[str, Any], notes: Notes) -> Chat:
@@ -127,7 +129,7 @@ class Columns:
         tools, variables = reader.functions(), reader.variables()
         messages, untrained = check_turns(turns, answered=self.answered)
         if padding := without_padding(messages, tools):
-            reader.notes += [("null arguments of calls", "left out: the function has none such")] * padding
+            reader.notes += [("null arguments of calls", "left out: the function has no such parameter")] * padding
         return messages, tools, variables, untrained
 
 
@@ -174,7 +176,7 @@ class _RowReader:
         return given or None
 
     def check_others(self, turns: Sequence[ChatTurn]) -> None:
-        """Takes note of the columns that are not read. Raises `ColumnRefused` naming unknown ones."""
+        """Takes note of the columns that are not read. Raises `ColumnRefused` naming unknown columns."""
         texts = [*self._texts, *(turn.message["content"] for turn in turns if not turn.joins)]
         unknown = []
         for name, value in self.row.items():
@@ -323,8 +325,7 @@ def _plain(value: Any) -> list[tuple[Any, Any]] | None:
 
 
 def refuse_preferences(row: Mapping[str, Any], columns: Columns) -> None:
-    """Raises `ColumnRefused` for a row of a preferred and another answer, with the options that take the preferred
-    answer."""
+    """Raises `ColumnRefused` for a row with a preferred and a rejected answer. It names options for the preferred."""
     if "rejected" in columns.ignored or not row.get("chosen") or not row.get("rejected"):
         return
     prompt = next((name for name in (*PROMPTS, *CHATS) if row.get(name) and name not in columns.ignored), None)
@@ -335,7 +336,7 @@ def refuse_preferences(row: Mapping[str, Any], columns: Columns) -> None:
         remedy = f"--prompt {prompt} --response chosen --ignore-columns rejected"
     else:
         remedy = ""
-    settled = f"train the chosen one with {remedy}" if remedy else "make messages of the text of the chosen one"
+    settled = f"train the chosen answer with {remedy}" if remedy else "make messages of the chosen answer's text"
     raise ColumnRefused(
-        f"its columns 'chosen' and 'rejected' are two answers to compare, which this training does not do; {settled}"
+        f"its columns 'chosen' and 'rejected' are a pair of answers, and this training compares none; {settled}"
     )

@@ -59,7 +59,12 @@ def _folder_files(system: Any, root: str, path: str, split: str | None) -> list[
 
 @dataclass(frozen=True)
 class DataFile:
-    """A file of a folder; the split that its own or its folder's name gives, and the folder of that split's files."""
+    """A file of a folder.
+
+    inside         its path within the folder
+    split          its split by its own name, or else by the name of the nearest folder around it that names a split
+    configuration  the folder that holds the split's files
+    """
 
     path: str
     inside: str
@@ -95,7 +100,8 @@ def _split_word(name: str) -> str | None:
 
 
 def _split_name(name: str) -> str | None:
-    """`train` of `train_01` and `chats-train`, `train_sft` of `train_sft`; `None` of a name without such a word."""
+    """The split in a name: `train` in `train_01` and `chats-train`, `train_sft` in `train_sft`, `None` if no word is
+    a split's."""
     word = _split_word(name)
     if word is None or not name.lower().startswith(word):
         return word
@@ -103,7 +109,10 @@ def _split_name(name: str) -> str | None:
 
 
 def _listing(system: Any, root: str, path: str) -> list[DataFile]:
-    """The folder's data files in order, without hidden files and descriptions; a saved dataset's own files only."""
+    """The folder's data files in order, without hidden files and descriptions.
+
+    Of a saved dataset's folder only the files that its `state.json` names are listed.
+    """
     names = sorted(system.find(root))
     saved: dict[str, list[str]] = {}
     for name in names:
@@ -123,9 +132,9 @@ def _listing(system: Any, root: str, path: str) -> list[DataFile]:
 
 
 def _described_files(system: Any, root: str, path: str, files: Sequence[DataFile]) -> list[DataFile]:
-    """The files that the `configs` of a data set's README name, each with its split; none without such a list.
+    """The files that the `configs` of a data set's README name, each with its split. Empty if it has no `configs`.
 
-    The default configuration counts if there are several. Raises `ValueError` if there is no default.
+    Of several configurations the default is taken. Raises `ValueError` if none is the default.
     """
     if not system.exists(f"{root}/README.md"):
         return []
@@ -181,7 +190,7 @@ def _split_files(files: Sequence[DataFile], path: str, split: str | None) -> lis
         raise ValueError(f"{path} has no splits; leave --split out")
     if splits and without and split is None:
         raise ValueError(
-            f"{path} has the split{'s' * (len(splits) > 1)} {', '.join(splits)} and files of none "
+            f"{path} has the split{'s' * (len(splits) > 1)} {', '.join(splits)} and files of no split "
             f"({_named(without)}); name one with --split, or name the files themselves"
         )
     if splits:
@@ -203,7 +212,7 @@ def _split_files(files: Sequence[DataFile], path: str, split: str | None) -> lis
 
 
 def _choose(path: str, splits: Sequence[str], split: str | None) -> str:
-    """The split's own name among `splits`."""
+    """The name in `splits` that `split` names: the same name, or the only name with its word."""
     if split is None:
         if len(splits) > 1:
             raise ValueError(f"{path} has the splits {', '.join(splits)}; name one with --split")

@@ -1,4 +1,4 @@
-"""Known names of columns and of a turn's fields: names of conversations' parts, and names that say nothing of them."""
+"""Known names of columns and of a turn's fields: names of a conversation's parts, and names that say nothing of it."""
 
 import re
 from functools import lru_cache
@@ -15,7 +15,7 @@ TOOLS = ("tools", "functions")
 
 FLAGS = {"weight": True, "loss": True, "trainable": True, "train": True, "train_on_turn": True, "training": True}
 FLAGS |= {"masked": False}
-"""Fields that say whether a turn is trained. `True`: a true value trains the turn; `False`: it leaves the turn out."""
+"""Fields that say whether a turn is trained, each with the value that says yes."""
 REASONING = ("reasoning_content", "reasoning", "thinking")
 
 LAST = """
@@ -29,8 +29,9 @@ cost latency state metadata meta
 LAST_WORDS = frozenset(LAST.split())
 """A name that ends with one of these words says nothing of a conversation, like `prompt_id` and `score`."""
 FIRST_WORDS = frozenset(("score", "scores", "rating", "source", "num"))
-"""So does a name that begins with one of these words, like `score_chosen`."""
+"""A name that begins with one of these words says nothing of a conversation either, like `score_chosen`."""
 NOTES = frozenset(("meta", "metadata"))
+"""Last words of names whose values may be long and say nothing all the same."""
 LONG = 300  # characters
 WHOLE = """
 created created_at updated_at create_time num_turns n_turns turn turns token_count char_count word_count
@@ -55,7 +56,7 @@ def says_nothing(name: str, *, of_turn: bool = False) -> bool:
 
 
 def is_content(name: str, value: Any) -> bool:
-    """Whether a value is too much for a name that says nothing: several lines, or a long text."""
+    """Whether a value is part of the conversation although its name says nothing: several lines, or a long text."""
     if not isinstance(value, str) or name.lower().split("_")[-1] in NOTES:
         return False
     text = value.strip()
@@ -64,17 +65,17 @@ def is_content(name: str, value: Any) -> bool:
 
 HINTS = {
     "text": "it is a text whose turns are not told apart: make messages of it, or a prompt and a response",
-    "label": "it says which answers are wanted: leave the rows of the others out of the file first",
-    "kto_tag": "it says which answers are wanted: leave the rows of the others out of the file first",
+    "label": "it says which answers are wanted: first remove the rows of unwanted answers from the file",
+    "kto_tag": "it says which answers are wanted: first remove the rows of unwanted answers from the file",
     **dict.fromkeys(
         ("rejected_response", "rejected_messages", "non_preferred_output"), "it is an answer that is not wanted"
     ),
-    "answers": "it has several answers, or calls: make messages of it, calls as 'tool_calls' of the assistant",
-    "split": "it says which rows are held out: leave those out of the file first",
+    "answers": "it has several answers, or calls: make messages of it, with calls in the assistant's 'tool_calls'",
+    "split": "it says which rows are held out: first remove these rows from the file",
     "contents": "it has Gemini's form: make messages of it, each with a role and a content",
     "segments": "its texts are templated: make messages of them, each with a role and a content",
     "chat": "make messages of it, each with a role and a content",
-    "completions": "it has several answers to a prompt: make a row of each that is to be trained",
+    "completions": "it has several answers to a prompt: make a row of each answer that is to be trained",
     "input_ids": "tokens are not taken, since --model's own tokenizer makes them",
     **dict.fromkeys(
         ("image", "images", "video", "videos", "audio", "audios"), "images, videos and sounds are not read"

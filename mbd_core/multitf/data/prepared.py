@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-DATA_KIND = "training set"  # the kind in its manifest
+DATA_KIND = "training set"  # the kind in a data folder's manifest
 SAMPLES, RECORD = "samples.arrow", "data.json"
 PLAIN = pa.schema([("tokens", pa.list_(pa.int32())), ("prompt_length", pa.int32())])
 """The schema of samples with one answer each."""
 SCHEMA = PLAIN.append(pa.field("earlier", pa.list_(pa.int32())))
-"""The schema with `earlier`: beginnings and ends of a conversation's earlier answers, one behind the other."""
+"""The schema with `earlier`: begin, end, begin, end, ... of the conversation's answers before the last one."""
 BATCH = 1024
 FIELDS = {"samples", "longest", "digest", "tokenizer", "eos_token_id", "mask_token_id", "max_length"}
 
@@ -54,8 +54,7 @@ class PreparedData:
 
 
 def named_data(folder: Path, path: str | None = None) -> PreparedData:
-    """The value by which a recipe names the data in `folder`; with `path`, it names that path or
-    URL instead."""
+    """The value by which a recipe names the data in `folder`: its path, or `path` (a path or URL) if given."""
     return PreparedData(path or str(folder.resolve()), read_record(folder)["digest"])
 
 
@@ -66,8 +65,8 @@ def write_samples(folder: Path, samples: Iterable[EncodedChat]) -> dict[str, Any
     longest       most tokens of a sample, its EOS included
     tokens        tokens of all samples
     most_answers  most answers of a sample
-    most_trained  most tokens of a sample's answers, each answer with its context
-    digest        of all samples
+    most_trained  most tokens of a sample if each of its answers is trained with a copy of the tokens before it
+    digest        the digest of all samples
     """
     digest, count, longest, total, answers, most_trained = hashlib.sha256(), 0, 0, 0, 0, 0
     rows: list[EncodedChat] = []
@@ -88,7 +87,7 @@ def write_samples(folder: Path, samples: Iterable[EncodedChat]) -> dict[str, Any
             longest, total = max(longest, length + 1), total + length
             answers, most_trained = max(answers, 1 + len(sample.earlier)), max(most_trained, sample.num_trained)
             digest.update(np.array([len(sample.prompt), length, *sample.prompt, *sample.response], "<i4").tobytes())
-            if sample.earlier:  # samples of one answer keep their digest
+            if sample.earlier:  # nothing for one answer, so digests of folders without `earlier` stay valid
                 digest.update(np.array([-len(sample.earlier), *itertools.chain(*sample.earlier)], "<i4").tobytes())
             rows.append(sample)
             if len(rows) == BATCH:
@@ -137,11 +136,11 @@ def _read_samples(folder: Path, record: dict[str, Any]) -> pa.Table:
 
 
 class PreparedExamples(Sequence[Example]):
-    """The samples of a data folder, filled to blocks; each is read on access.
+    """The samples of a data folder, filled to blocks. Each is read on access.
 
-    A conversation with several answers is one sample, or with `apart` one for each answer. `lengths` are the tokens of
-    a sample's answers, each with its context. Raises `ValueError` for a sample that is longer than `max_length` with
-    its fill.
+    A conversation with several answers is one sample; with `apart`, each answer is a sample. `lengths` holds each
+    sample's number of tokens: of its answers, each counted with its context. Access raises `ValueError` for a sample
+    that is longer than `max_length` with its fill.
     """
 
     def __init__(
@@ -169,7 +168,7 @@ class PreparedExamples(Sequence[Example]):
         spans = filled_length(stops + 1, block_size)
         if apart and len(spans):
             self._rows = np.repeat(np.arange(len(filled_lengths)), counts + 1)
-            ends = np.cumsum(counts + 1)  # a row's last answer stands last
+            ends = np.cumsum(counts + 1)  # the last answer, which is not in `earlier`, follows the earlier answers
             self._answers = np.arange(len(self._rows)) - np.repeat(ends - counts - 1, counts + 1)
             lengths = np.empty(len(self._rows), dtype=np.int64)
             is_last = np.zeros(len(self._rows), dtype=bool)
@@ -182,7 +181,7 @@ class PreparedExamples(Sequence[Example]):
         self.lengths: list[int] = lengths.tolist()
 
     def split(self, share: float) -> tuple[PreparedExamples, PreparedExamples]:
-        """The samples of the training conversations, and of `num_held_out` held-out ones.
+        """The samples of the training conversations, and the samples of the held-out conversations.
 
         The choice depends on the number of conversations and the share alone.
         """

@@ -24,8 +24,10 @@ def parsed(value: Any, what: str) -> Any:
 
 
 def as_objects(value: Any, what: str) -> list[Mapping[str, Any]] | None:
-    """A list of objects; the list or each object may be a JSON text, and an object alone is a list of one. `None` for
-    any other value."""
+    """A list of objects; `None` for any other value.
+
+    The list or each object may be a JSON text. A single object is a list of one.
+    """
     value = parsed(value, what)
     if isinstance(value, Mapping):
         return [value]
@@ -58,14 +60,14 @@ def _tool(tool: Mapping[str, Any], column: str, ignored: Collection[str]) -> dic
     for field, value in {**tool, **function}.items():
         if field not in TOOL_FIELDS and value is not None and f"{column}.{field}" not in ignored:
             raise ValueError(
-                f"its function {name!r} has the field {field!r}, which chat templates are not shown; leave it out "
+                f"its function {name!r} has the field {field!r}, which chat templates do not get; leave it out "
                 f"with --ignore-columns {column}.{field}"
             )
     parameters = parsed(function.get("parameters"), f"its function {name!r}: the text of its 'parameters'")
     if isinstance(parameters, Mapping) and (loose := _loose_properties(parameters)):
         raise ValueError(
-            f"its function {name!r} has 'parameters' that are no JSON schema, since {loose} stands where a keyword "
-            "does; write the parameters under 'properties'"
+            f"its function {name!r} has 'parameters' that are no JSON schema, since {loose} is no keyword; write the "
+            "parameters under 'properties'"
         )
     if not isinstance(parameters, Mapping | None):
         raise ValueError(f"its function {name!r} has 'parameters' that are no JSON schema, an object")
@@ -77,7 +79,7 @@ def _tool(tool: Mapping[str, Any], column: str, ignored: Collection[str]) -> dic
 
 
 def _loose_properties(schema: Mapping[str, Any]) -> str:
-    """The first parameter of an object that has parameters in place of a JSON Schema's keywords; "" for a schema."""
+    """The first parameter of an object whose keys are parameters, not a JSON Schema's keywords; "" for a schema."""
     is_schema = any(isinstance(schema.get(name), str) for name in ("type", "$ref"))
     if is_schema or any(name in schema for name in (*MAPS_OF_SCHEMAS, "anyOf", "oneOf", "allOf", "required")):
         return ""
@@ -102,7 +104,7 @@ def _without_nulls(schema: Any) -> Any:
 
 
 def read_call(call: Any, number: int) -> dict[str, Any]:
-    """A call whose arguments are an object or its text; `number` is its message's."""
+    """A call of message `number`. Its arguments may be an object or the object's JSON text."""
     whole = parsed(call, f"its message {number} has a call whose text")
     function = parsed(whole.get("function") or whole, "its call") if isinstance(whole, Mapping) else None
     arguments = function.get("arguments") if isinstance(function, Mapping) else None
@@ -115,7 +117,7 @@ def read_call(call: Any, number: int) -> dict[str, Any]:
         or not isinstance(function.get("name"), str)
         or not isinstance(arguments, dict)
     ):
-        raise ValueError(f"its message {number} has a call without a function's name and its arguments, an object")
+        raise ValueError(f"its message {number} has a call that lacks a function's name, or arguments in an object")
     for field, value in {**whole, **function}.items():
         if field not in CALL_FIELDS and value is not None:
             raise ValueError(f"its message {number} has a call with the field {field!r}, which is not read; remove it")

@@ -58,5 +58,5 @@ def prepare(
         return model, tokenizer, examples
     assert isinstance(recipe.data, TinyData)
     write = partial(write_conversations, tokenizer=tokenizer, data=recipe.data, block_size=size, max_length=room)
-    with workers.folder_of_machine(write) as folder:  # a mapped file stays readable without its name
+    with workers.folder_of_machine(write) as folder:  # samples stay mapped after the folder is removed
         return model, tokenizer, PreparedExamples(folder, block_size=size, max_length=room, trailing_fill=fill)

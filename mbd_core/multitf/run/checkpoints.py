@@ -44,7 +44,7 @@ from mbd_core.errors import error_sentence
 from mbd_core.fields import configuration, load
 from mbd_core.models.decoder import Decoder
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, as_recorded, other_settings
-from mbd_core.multitf.step.adapter import is_adapters
+from mbd_core.multitf.step.adapter import is_of_adapter
 from mbd_core.multitf.step.trainer import Trainer
 from mbd_core.multitf.step.workers import Workers
 from mbd_core.storage.folder import Folder
@@ -376,4 +376,4 @@ def _state(trainer: Trainer) -> dict[str, Any]:
 
 def _weights(model: Decoder, *, adapter: bool) -> dict[str, Any]:
     weights = get_model_state_dict(model)
-    return {name: tensor for name, tensor in weights.items() if is_adapters(name)} if adapter else weights
+    return {name: tensor for name, tensor in weights.items() if is_of_adapter(name)} if adapter else weights

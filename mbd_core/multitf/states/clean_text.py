@@ -1,7 +1,8 @@
 """The texts that an autoregressive teacher reads for a training batch: each clean text once, causally.
 
-A text is a sequence of its own, one causal stream (`states/causal_stream.py`). A label's target is the distribution
-behind the token before it. All noisy streams of an answer have one text. The labels of an AR loss have no target.
+A text is a sequence of its own, one causal stream (`states/causal_stream.py`). A label's target is the teacher's
+distribution of the next token at the token before the label. All noisy streams of an answer share one text. The
+labels of an AR loss have no target.
 
 Shape legend: S training sequences, L tokens of the longest, N labels.
 """
@@ -20,9 +21,9 @@ from mbd_core.multitf.states.causal_stream import causal_columns
 
 @dataclass(frozen=True)
 class Lesson:
-    """The texts that a teacher reads for a batch, and the places (N) of the labels' targets in them, in the order of
-    the batch's rows. A target's place is the label's own place in the text, whose `source` has the logits.
+    """The sequences that a teacher reads for a batch, and where it gives the target of each label (N).
 
+    The target of label n is the teacher's distribution at `reading.source[rows[n], places[n]]` in sequence `rows[n]`.
     A label without a target (`has_target`) has place 0 of sequence 0.
     """
 
@@ -33,8 +34,11 @@ class Lesson:
 
     @classmethod
     def of(cls, batch: MultiTFBatch, eos_token_ids: Collection[int]) -> Self:
-        """The texts of a batch on the CPU: each noisy stream with its labels in place of its masks, behind the clean
-        tokens before it. Nothing predicts a text's first token, and no teacher has read behind an answer's first EOS.
+        """The texts of a batch on the CPU: the clean tokens before each noisy stream, then the stream with its labels
+        in place of its masks.
+
+        A text's first token has no target, because nothing predicts it. Tokens after an answer's first EOS have none
+        either: the teacher was never trained on text after an EOS.
         """
         numbers: dict[tuple[int, ...], int] = {}
         text_of, place_of = (torch.full(batch.labels.shape, -1) for _ in range(2))
@@ -57,7 +61,7 @@ class Lesson:
 
     @classmethod
     def at(cls, texts: Sequence[Sequence[int]], rows_N: Tensor, places_N: Tensor) -> Self:
-        """Texts with the places of the targets; -1 for a label without a target."""
+        """Texts, and for each label the place of the token before it in its text; -1 for a label without a target."""
         batch = collate([causal_columns(text) for text in texts])
         return cls(batch, rows_N.clamp(min=0), places_N.clamp(min=0), places_N >= 0)
 
@@ -67,7 +71,7 @@ class Lesson:
 
 
 def end_of(text: Sequence[int], eos_token_ids: Collection[int]) -> int:
-    """The place of the first EOS among the EOS tokens that end and fill a text; its length if none ends it."""
+    """The place of the first of the equal EOS tokens at a text's end. Its length if it does not end with EOS."""
     end = len(text)
     while end > 0 and text[end - 1] == text[-1] and text[-1] in eos_token_ids:
         end -= 1

@@ -51,7 +51,7 @@ class TrainingAttention:
     ) -> Attend:
         """The attention of one batch: the Group-Aware Dual-Stream Mask, or with `whole` only the padding's mask.
 
-        `kept` (N): flat places of the only tokens whose result the last of `num_layers` layers needs; `None`: all.
+        `kept` (N) are the flat places of the tokens that the last of `num_layers` layers must compute; `None`: all.
         """
         if self.kind == "flex":
             return FlexAttention(self._block_mask(batch, whole=whole))

@@ -31,8 +31,8 @@ def check_peft() -> None:
 def add_adapter(model: Decoder, settings: LoraSettings, *, seed: int) -> CurrentDraws:
     """Puts a fresh adapter on the model. The model computes as before, and only the adapter is trained from now on.
 
-    The result names the samples for which its dropout draws. The adapter of a model without values (on the meta
-    device) has no values either, until `fill_adapter`.
+    The caller sets in the result the samples of each forward, for which the adapter's dropout then draws. On the meta
+    device the adapter has no values until `fill_adapter`.
     """
     check_peft()
     from peft import LoraConfig
@@ -71,16 +71,16 @@ def fill_adapter(model: Decoder, *, seed: int) -> None:
 
 
 def check_start(start: Adapter, settings: LoraSettings) -> None:
-    """Raise `ValueError` unless an adapter to go on from has the rank and the projections of `settings`."""
+    """Raise `ValueError` unless the adapter that a run starts from has the rank and projections of `settings`."""
     if start.rank != settings.rank:
         raise ValueError(
-            f"the adapter to go on from has rank {start.rank}, and this run's has {settings.rank}: give --lora "
+            f"the adapter that this run starts from has rank {start.rank}, not {settings.rank}: give --lora "
             f"{start.rank}"
         )
     projections = sorted({name.rpartition(".")[2] for name in start.factors})
     if projections != sorted(settings.modules):
         raise ValueError(
-            f"the adapter to go on from changes {', '.join(projections)}, and this run's "
+            f"the adapter that this run starts from changes {', '.join(projections)}, not "
             f"{', '.join(settings.modules)}: give --set train.lora.modules={','.join(projections)}"
         )
 
@@ -89,26 +89,30 @@ def check_start(start: Adapter, settings: LoraSettings) -> None:
 def begin_adapter(model: Decoder, start: Adapter) -> None:
     """Gives the model's adapter the factors of another adapter (`check_start`), so that both compute the same.
 
-    Where the model is cut among workers, each takes its part. Raises `ValueError` if the other lacks a projection.
+    Where the model is cut among workers, each takes its part. Raises `ValueError` if a layer's projection has only
+    one of the two adapters.
     """
     layers = _adapted_layers(model)
     if lacking := next(iter(sorted(layers.keys() ^ start.factors.keys())), None):
-        raise ValueError(f"the adapter to go on from and this run's do not both change {lacking}; leave it out")
+        raise ValueError(
+            f"only one of the adapter that this run starts from and the run's own changes {lacking}; start without an "
+            "adapter, or from an adapter of the same layers"
+        )
     for name, layer in layers.items():
         down, up = (getattr(layer, factor)["default"].weight for factor in ("lora_A", "lora_B"))
-        down_values, up_values = start.factors[name]  # with the scale in B
+        down_values, up_values = start.factors[name]  # the adapter's scale is multiplied into B
         for weight, values in ((down, down_values), (up, up_values / layer.scaling["default"])):
             own_part(weight).copy_(own_part(cut_like(values.to(own_part(weight).device), weight)))
 
 
-def is_adapters(name: str) -> bool:
-    """Whether the tensor of this name is the adapter's."""
+def is_of_adapter(name: str) -> bool:
+    """Whether the tensor of this name belongs to an adapter."""
     return ".lora_" in name
 
 
 def base_tensors(model: Decoder) -> dict[str, Tensor]:
-    """The tensors of the model without the adapter's, by their names without an adapter."""
-    return {name.replace(".base_layer.", "."): t for name, t in model.state_dict().items() if not is_adapters(name)}
+    """The base model's tensors, by the names that they have in a model without an adapter."""
+    return {name.replace(".base_layer.", "."): t for name, t in model.state_dict().items() if not is_of_adapter(name)}
 
 
 @contextmanager
@@ -117,7 +121,7 @@ def without_adapter(model: Decoder) -> Iterator[None]:
     layers = list(_adapted_layers(model).values())
     for layer in layers:
         layer.enable_adapters(False)
-        # peft marks them as not trained, and sharding reads the mark when it gathers a weight
+        # peft marks a disabled adapter as not trained, and sharding reads the mark when it gathers a weight
         for name in layer.adapter_layer_names:
             getattr(layer, name).requires_grad_(True)
     try:
@@ -164,8 +168,10 @@ def _change(layer: Any) -> Tensor:
 
 @torch.no_grad()
 def adapter_factors(model: Decoder) -> dict[str, tuple[Tensor, Tensor]]:
-    """A and B of each adapted projection, by its name in the decoder, on the CPU; every worker of a sharded model
-    calls it."""
+    """A and B of each adapted projection, by its name in the decoder, on the CPU.
+
+    Every worker of a sharded model calls it.
+    """
 
     def matrix(layer: Any, factor: str) -> Tensor:
         return whole(getattr(layer, factor)["default"].weight).float().cpu()

@@ -20,7 +20,7 @@ from mbd_core.models.decoder import Decoder
 from mbd_core.models.mlp import Experts, compute_experts
 
 BLOCK, BLOCK_OF_SCALES = 64, 256
-WIDE = 4  # bytes of a float32 number
+FLOAT32_BYTES = 4
 STACKS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -42,7 +42,7 @@ def check_bitsandbytes(device: torch.device | None = None) -> None:
 
 
 class Nf4:
-    """A tensor in NF4. `dtype` is the dequantised tensor's (`wide`)."""
+    """A tensor in NF4. `wide` dequantises it, by default to `dtype`."""
 
     def __init__(self, values: Tensor, dtype: torch.dtype) -> None:
         from bitsandbytes.functional import quantize_4bit
@@ -70,7 +70,7 @@ class Nf4:
 def nf4_bytes(numel: int) -> int:
     """Bytes of `numel` numbers in NF4."""
     scales = -(-numel // BLOCK)
-    return -(-numel // 2) + scales + WIDE * -(-scales // BLOCK_OF_SCALES)
+    return -(-numel // 2) + scales + FLOAT32_BYTES * -(-scales // BLOCK_OF_SCALES)
 
 
 class _Product(torch.autograd.Function):
@@ -137,7 +137,7 @@ class Nf4Experts(nn.Module):
 
 
 def quantized_modules(model: Decoder) -> dict[str, nn.Linear | Experts]:
-    """The modules of the layers whose matrices QLoRA quantises, by name: all but an adapter's and the router."""
+    """The modules in the model's layers that QLoRA quantises, by name: all matrices but the adapter's and router's."""
     return {
         f"model.layers.{name}": module
         for name, module in model.model.layers.named_modules()

@@ -113,15 +113,15 @@ class RolloutLearner(Updater):
         return deepcopy(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a state, given by the first worker and left empty by the others. Every worker calls it.
+        """Goes on from a state. Every worker calls it: the first with the state, the others with an empty one.
 
         Raises `ValueError` if the state's reference is another model than this learner's.
         """
         step, digest = self.workers.all_values((state.get("step", 0), state.get("reference")))[0]
         if digest != self._reference_digest():
             raise ValueError(
-                "the state is of a learner with another frozen reference: give this one the model that the run began "
-                "with, and the same objective"
+                "the saved state is of a learner with another frozen reference: start from the model that the saved "
+                "run started from, with the same objective"
             )
         has_others = self.workers.size > 1
         options = StateDictOptions(

@@ -47,7 +47,7 @@ def engine_requests(
     if template is not None or grammar is not None or samplings[0].penalises:
         decoding = _without_revision(decoding, api_request)
     if api_request.resumable and decoding.canvas is not None:
-        why = "a canvas is not filled from left to right, its answer can only begin anew"
+        why = "a canvas is not filled from left to right, so its answer can only begin anew"
         raise FieldError("resumable", why, remedy="leave it out")
     requests: list[Request] = []
     group = uuid.uuid4().hex
@@ -174,6 +174,6 @@ def committed_texts(
         for token in request.committed:
             text.push(token)
             if text.stopped:
-                raise FieldError("resume", "the answer has ended, a stop string is complete in its tokens")
+                raise FieldError("resume", "the answer has ended: its tokens contain a stop string")
         texts.append(text)
     return texts

@@ -193,7 +193,7 @@ def _no_reference(value: Any) -> Any:
 
 
 def _no_compaction(value: Any) -> Any:
-    raise ValueError("a compaction can be read by the server that made it alone; send the items that it stands for")
+    raise ValueError("only the server that made a compaction can read it; send the items that it stands for")
 
 
 class ItemReference(Strict):

@@ -343,7 +343,7 @@ class ModelRoute:
             if rule is not None and form is not None:
                 calls = CallReader(form, dict(rule.functions), text_has_form=rule.text_schema is not None)
             reader = AnswerReader(None if thoughts is None else thoughts.reader(), calls)
-            # As the stream releases text: text that it still holds back comes with a later token.
+            # The reader has got the text that the stream released for these tokens. Held-back text comes later.
             stops, begun = body.api_request.stop_strings, replace(request, committed=())
             [text] = committed_texts([begun], self._decode_of(body), stops, thoughts=thoughts)
             for token in request.committed:
@@ -360,7 +360,7 @@ class ModelRoute:
         return [*api_request.notes, *api_request.template_notes(unknown), *self._budget_notes(api_request)]
 
     def point(self, speed: float) -> tuple[float, SpeedPoint]:
-        """The own speed of the front's point at `speed`, and the point.
+        """The point of the model's speed front at `speed`: the speed of that point, and the point.
 
         Raises `ApiError` (400) if there is no front.
         """

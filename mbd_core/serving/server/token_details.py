@@ -23,7 +23,8 @@ class TokenDetails:
     """Builds the requested fields of a choice; without a request for them they are empty.
 
     ids    whether to give `token_ids` and `prompt_token_ids`
-    steps  whether to give `rollout`: step map and log-probabilities, at the end also of the last block's rest
+    steps  whether to give `rollout`: step map and log-probabilities; an answer's last `rollout` has those of the last
+           block's discarded rest too
     holes  a function that gives the text of an answer and the texts in its template's holes
     """
 
@@ -63,7 +64,7 @@ class TokenDetails:
     def text(self, text: str, tokens: Sequence[int], *, echo: str) -> str:
         """A whole choice's text.
 
-        With a template it is `echo` and the template's parts, fixed text exactly as given.
+        With a template it is `echo`, then the template with its holes filled. Its fixed text is exactly as given.
         """
         return text if self.holes is None else echo + self.holes(tokens)[0]
 

@@ -91,7 +91,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
         (("--tensor-parallel", "3"), "does not divide among 3 tensor-parallel ranks"),
         (("--buffer", "1"), "tpf has 2 numbers and buffer 1"),
         (("--ttft", "1"), "alone a request has its first tokens after"),
-        (("--tpf", "40,50"), "tpf=40 cannot be had"),
+        (("--tpf", "40,50"), "tpf=40 cannot be reached"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(

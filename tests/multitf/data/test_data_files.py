@@ -69,7 +69,7 @@ def test_splits_of_one_kind_are_apart(tmp_path: Path) -> None:
 def test_files_of_no_split_beside_a_split_are_named(tmp_path: Path) -> None:
     make(tmp_path, "chats.jsonl", "test.jsonl")
     with pytest.raises(
-        ValueError, match=r"has the split test and files of none \(chats.jsonl\); name one with --split"
+        ValueError, match=r"has the split test and files of no split \(chats.jsonl\); name one with --split"
     ):
         find_files(str(tmp_path))
     assert found(tmp_path, "test") == ["test.jsonl"]

@@ -195,7 +195,7 @@ def test_values_of_odd_types_are_read_or_refused(column: str, value: Any) -> Non
 
 
 def test_preferences_without_turns_say_so() -> None:
-    with pytest.raises(ColumnRefused, match="make messages of the text"):
+    with pytest.raises(ColumnRefused, match="make messages of the chosen answer"):
         read({"chosen": "Human: Hi", "rejected": "Human: Hi"})
 
 

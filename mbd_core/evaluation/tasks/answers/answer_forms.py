@@ -7,7 +7,7 @@ from typing import Literal
 from mbd_core.evaluation.tasks.answers.exact_numbers import read_quantity
 from mbd_core.evaluation.tasks.answers.notation import TEXT, THOUSANDS
 
-MOST_LAYERS = 20  # that are taken off, one around the other
+MOST_LAYERS = 20  # nested marks around an answer that are removed, at most
 _SPACES = r"(?:\\[,;:!> ]|\\q?quad(?![A-Za-z])|[~\s])"
 _EDGES = re.compile(rf"^(?:{_SPACES}|\\(?:display|text)style(?![A-Za-z]))+|{_SPACES}+$")
 _COMMAS = re.compile(r"^(?:-|\\?\$)*\d{1,3}(?:,\d{3})+(?=(?:\\,|[^\d,])(?:\\,|[^,])*$)")
@@ -19,8 +19,8 @@ _ELLIPSIS = ("..", r"\.")
 
 
 def undressed(content: str) -> str:
-    """A content without spaces and marks of thousands. Bold letters, a formula's delimiters and braces around the
-    whole are removed, and so is the sentence's last mark behind it."""
+    """An answer without its surroundings: spaces, a formula's delimiters, commands for fonts, braces, and the
+    sentence's last mark. Marks of thousands inside it are removed too."""
     content = _DOLLAR_TEXT.sub(r"\\$", THOUSANDS.sub("", content))
     for _ in range(MOST_LAYERS):
         content = _EDGES.sub("", content)

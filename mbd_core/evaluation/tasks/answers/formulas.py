@@ -54,7 +54,7 @@ _CONNECTOR = re.compile(r"\s*(?:,?\s*(?:and|or)|[,;])\s*(?:\w\s*=\s*)?$")
 
 
 def joined(text: str, parts: list[StatedPart]) -> list[StatedPart]:
-    """The parts, where neighbours that only `,`, `and` or `or` divides are joined into one, a list."""
+    """The parts, with neighbours joined into one list if only `,`, `and` or `or` stands between them."""
     groups: list[StatedPart] = []
     for part in parts:
         if groups and _CONNECTOR.match(_CONNECTOR_TEXT.sub(r"\1", text[groups[-1].end : part.start])):

@@ -2,8 +2,8 @@
 
 `strict_number` is the strict rule of lm-eval's `gsm8k`, the number after the first `#### `, and of its `gsm8k_cot`,
 the number after the first `The answer is `. `flexible_number`, the last number of a text, is for the project's own
-tasks, whose answers are plain numbers; `stated_answers.py` finds the answers to GSM8K and MATH. Each
-rule takes one answer: further guesses in the text do not count.
+tasks, whose answers are plain numbers. `stated_answers.py` finds the answers to GSM8K and MATH. Each rule takes one
+answer: further guesses in the text do not count.
 """
 
 import re
@@ -20,7 +20,7 @@ _NUMBER = re.compile(r"-?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
 
 
 def strict_number(text: str, mark: str = "####") -> str | None:
-    """The N of the first `#### N`, or behind another mark, as written; `None` without one."""
+    """The number after the first `#### `, or after another mark, as written; `None` without one."""
     for place in re.finditer(re.escape(mark), text):
         match = _STRICT.match(text, place.end())
         if match:
@@ -35,8 +35,10 @@ def flexible_number(text: str) -> str | None:
 
 
 def parse_number(text: str | None) -> Fraction | None:
-    """The exact value of a decimal number, without `,`, `$` and a trailing `.`; `None` if the text is no decimal, or
-    one of more than `LONGEST_NUMBER` characters."""
+    """The exact value of a decimal number, without `,`, `$` and a trailing `.`.
+
+    `None` if the text is no decimal, or has more than `LONGEST_NUMBER` characters.
+    """
     if text is None or len(text) > LONGEST_NUMBER:
         return None
     plain = text.replace(",", "").replace("$", "").removesuffix(".")
@@ -60,7 +62,7 @@ def boxed(text: str) -> str | None:
 
 
 def outermost_boxes(text: str) -> list[tuple[int, int, int]]:
-    """Where closed boxes that lie in no other begin, and where their contents begin and end, in their order."""
+    """The closed boxes that lie in no other box, in order: each box's begin, and its content's begin and end."""
     boxes: list[tuple[int, int, int]] = []
     for box in sorted(_closed_boxes(text)):
         if not boxes or box[0] > boxes[-1][2]:
