@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 from aiohttp import web
@@ -18,12 +18,13 @@ from mbd_core.serving.api.requests import ChatRequest, CompletionRequest
 
 
 class Endpoint:
-    """Streams one token at once; a long prompt takes a while."""
+    """Streams one token at once; a long prompt takes until a short one has come, or a second."""
 
     def __init__(self, *, refuses: bool = False, keys: frozenset[str] | None = None) -> None:
         self.refuses, self.keys = refuses, keys
         self.seen_keys: dict[str, set[str]] = {"long": set(), "short": set()}
         self.open_long = 0
+        self.short_came = asyncio.Event()
         self.crowds: list[int] = []  # for each short request, the long ones that were open when it came
         self.prompts: list[str] = []
 
@@ -34,7 +35,9 @@ class Endpoint:
         if len(body["prompt"]) > 500:
             self.open_long += 1
             try:
-                await asyncio.sleep(0.1)
+                self.short_came.clear()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self.short_came.wait(), 1.0)
             finally:
                 self.open_long -= 1
             if self.refuses:
@@ -42,6 +45,7 @@ class Endpoint:
         else:
             await asyncio.sleep(0.02)  # long ones come in between
             self.crowds.append(self.open_long)
+            self.short_came.set()
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
         for choices in ([{"text": "x"}], []):
