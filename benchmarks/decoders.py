@@ -348,7 +348,7 @@ def print_rows(rows: list[dict[str, Any]], batches: list[dict[str, Any]]) -> int
 
 
 def least_ratios(rows: list[dict[str, Any]]) -> str:
-    """The method of each model in which one request gains least over the plain loop."""
+    """For each model, the least gain of one request over the plain loop in any method, as text."""
     least: dict[str, float] = {}
     for row in rows:
         ratio = row["engine_1_over_plain_forward"]

@@ -1,4 +1,4 @@
-"""What a sweep on Ray costs over calling the engine, and what the sandbox costs a program that does nothing."""
+"""The overhead of a sweep on Ray over calls of the engine, and the sandbox's overhead for a program without work."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SweepCost:
     """Seconds of the runs. A sweep's seconds include the start of its workers, grading, writing and the report;
     `ray_start` is separate.
 
-    several_engines  of the same sweep with `num_actors` engines, `None` if there is none
+    several_engines  seconds of the same sweep with `num_actors` engines, `None` if it was not run
     """
 
     num_samples: int
@@ -74,12 +74,12 @@ class SweepCost:
         if self.several_engines is not None:
             rows.append({"what": f"the same sweep with {self.num_actors} engines", "seconds": self.several_engines})
             gain = f"\n{self.num_actors} engines / 1: {self.sweep / self.several_engines:.2f}"
-            gain += f" times as fast; to be at least {LEAST_GAIN:.2f} with 2, where there are cores for them"
+            gain += f" times as fast (goal: at least {LEAST_GAIN:.2f} with 2 engines that have cores of their own)"
         return (
             f"{self.num_samples} samples, of which {self.num_differing} have another text in the sweep\n\n"
             f"{markdown(rows, COLUMNS)}\n\n"
-            f"sweep / direct: {self.ratio:.3f} (with the start of Ray {self.ratio_with_start:.3f}); to stay at most "
-            f"{MOST_RATIO:.2f} on a run of 5 minutes{gain}"
+            f"sweep / direct: {self.ratio:.3f}, with the start of Ray {self.ratio_with_start:.3f} (goal: at most "
+            f"{MOST_RATIO:.2f} on a run of 5 minutes){gain}"
         )
 
 
@@ -89,7 +89,7 @@ def run_sweep(
     tasks: Annotated[tuple[str, ...], Flag("Generated tasks.", DATA, commas=True)] = ("gsm-mini", "code-mini"),
     grid: Annotated[str, Flag("As eval_sweep's.", DECODING, metavar="FIELD=VALUE,...;...")] = "tau_m2t=0.7,0.9",
     seconds: Annotated[
-        float, Ge(1), Flag("Length of the direct run, about; a trial finds the problems.", DATA)
+        float, Ge(1), Flag("Approximate length of the direct run; a trial finds the number of problems.", DATA)
     ] = 300.0,
     limit: Annotated[int | None, Ge(1), Flag("Problems a task.", DATA, default="by --seconds")] = None,
     engine: Annotated[EngineConfig, Fields("max_rows")],
@@ -221,7 +221,7 @@ TESTS = "def check(candidate):\n    assert candidate(2) == 2\n"
 def run_sandbox(
     repeats: Annotated[int, Ge(1), Flag("Runs of each kind.", DATA)] = 20,
 ) -> None:
-    """Time a program that returns its input: a process that gets inputs, and the two processes of tests.
+    """Time a program that returns its input, when it is called with inputs and when tests run it (two processes).
 
     It prints the median and the slowest of the repeats in milliseconds, and the machine's load, on which they depend.
     """

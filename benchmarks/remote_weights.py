@@ -72,8 +72,8 @@ def _alone(partial: "Tensor") -> "Tensor":
     return partial
 
 
-def measured(url: str, ranks: int, place: Path) -> Iterator[dict[str, Any]]:
-    """Both ways, by `ranks` processes. Fetched files lie below `place` and are removed."""
+def measure_ways(url: str, ranks: int, place: Path) -> Iterator[dict[str, Any]]:
+    """A row for each way in which `ranks` processes load the weights. Fetched files lie below `place`, for a while."""
     folder, context = Folder.at(url), get_context("spawn")
     with ProcessPoolExecutor(ranks, mp_context=context) as processes:
         for done in [processes.submit(start_process) for _ in range(ranks)]:
@@ -125,7 +125,7 @@ def run_remote(
     with tempfile.TemporaryDirectory(prefix="mbd-remote-") as place:
         for number in ranks:
             for _ in range(times):
-                rows += measured(model, number, Path(place))
+                rows += measure_ways(model, number, Path(place))
     if json is not None:
         write_json(json, {"settings": {"command": command_line}, "rows": rows})
     print(markdown(rows, COLUMNS))

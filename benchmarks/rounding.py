@@ -1,6 +1,7 @@
 """The error of rounded weights, FP8 or int8: a model's logits before and after rounding, at the same positions.
 
-The sequences are both tasks' test problems with their solutions, or random ids if the model folder has no tokenizer.
+The sequences are test problems of gsm-mini and code-mini with their solutions, or random ids if the model folder has
+no tokenizer.
 Half of each solution's positions are compared twice: with no token masked, and with these positions masked, as in
 decoding. Errors are absolute.
 """
@@ -79,7 +80,7 @@ COLUMNS = {
 RANDOM_LENGTH = 64
 REPEATS = 3  # of the timed forwards, of which the fastest counts
 Rounded = Literal["experts", "all", "blocks", "int8"]
-"""The weights that are rounded to FP8, or int8: all products are."""
+"""The weights that are rounded to FP8, or `int8`: all weights of products are rounded to int8."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,7 +36,7 @@ from mbd_core.multitf.states.training_attention import TrainingAttention
 from mbd_core.multitf.step.loss import multitf_loss
 from mbd_core.multitf.step.trainer import batch_indices
 
-# The operations of a training sample's forward, counted: one shared clean stream against separate ones.
+# The operations of a training sample's forward, counted: with one shared clean stream, and with separate streams.
 #
 # The multiplications of the layers' matrices and of attention are counted. The embedding is not counted, nor are the
 # last layer's MLP, the head and the loss: both forms compute these at the same labelled positions. The backward pass
@@ -150,8 +150,8 @@ def count_row(
 
 # The share of padding in a training's positions, with and without packing of short samples: counted, not run.
 #
-# The counts are of samples' tokens. Each noisy stream repeats them, so training sequences have the same shares, apart
-# from the last clean blocks, which they leave out.
+# Tokens of samples are counted, not positions of training sequences. The shares are almost the same, because each
+# noisy stream repeats its sample's tokens. They differ by the last clean blocks, which training sequences leave out.
 
 MOST_STEPS = 200
 PADDING = {
@@ -284,7 +284,7 @@ def loss_everywhere(model: Decoder, batch: MultiTFBatch, attention: TrainingAtte
 def sample_batches(model: Decoder, *, max_group: int, num_random: int, length: int) -> dict[str, MultiTFBatch]:
     """The same noisy streams of one sample: as a sequence for each layout, and as one sequence of all."""
     c, rng = model.config, random.Random(f"{max_group}/{num_random}/{length}")
-    low, high = 0, c.mask_token_id or c.vocab_size  # any token but the mask
+    low, high = 0, c.mask_token_id or c.vocab_size  # tokens below the mask, or above it if it is token 0
     if c.mask_token_id == 0:
         low = 1
     example = Example(tuple(rng.randrange(low, high) for _ in range(length)), round(PROMPT * length))

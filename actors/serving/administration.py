@@ -49,7 +49,7 @@ class Administration:
         async with self._turn:
             if not self._lasting:
                 message = (
-                    "this needs one gateway (gateways: 1): others would not know what holds for replicas that start"
+                    "this needs one gateway (gateways: 1): other gateways would not pass the order on to new replicas"
                 )
                 raise ApiError(409, message, code="several_gateways")
             return await order.give(self, self._standing)

@@ -34,7 +34,7 @@ log = logging.getLogger("ray.serve")
 
 TRACE_ROWS_PER_FILE, TRACE_FILES = 20_000, 64
 GATEWAY_CPUS = 0.1  # of a gateway, which waits most of the time; each replica takes that much less, to leave room
-GATEWAY_BUNDLE = {"CPU": GATEWAY_CPUS}  # a node with room for a gateway may get any process of an application
+GATEWAY_BUNDLE = {"CPU": GATEWAY_CPUS}  # the smallest process of an application: nodes without room for it get none
 STOP_SECONDS = 10.0  # time for a replica to stop after its last request
 PREFIX_TOKENS = 16  # page size for routing, if the engine chooses its own page size
 LAST_WORDS_SECONDS = 0.5  # between an engine's failure and its process's end, so that waiting requests learn of it

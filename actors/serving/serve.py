@@ -30,11 +30,12 @@ from cluster.topology import Device, plan_topology
 from mbd_core.stops import interrupt_on
 
 APPLICATION = "mbd"
-WANTS_SECONDS = 30.0  # between two lines of what keeps an application from running
+WANTS_SECONDS = 30.0  # between two lines that say why an application does not run yet
 POLL_SECONDS = 0.5  # between two checks of a drain
 REPLY_SECONDS = 10.0  # time for a gateway's answer, beyond the seconds of its drain
 PASS_ON_SECONDS = 1.0  # time for the HTTP proxy to send the last output before Serve kills it
-# The values of the manifests. A dead proxy is replaced after 3 failed checks, sooner than with Serve's 10 s per check.
+# The Kubernetes manifests have these values too. A dead proxy is replaced after 3 failed checks, sooner than with
+# Serve's 10 s per check.
 # A starting proxy gets 60 s; with Serve's 5 s, a busy machine would kill it again and again. The controller reads the
 # variables at its start, so they apply only to a Ray that is started here.
 PROXY_CHECKS = {
@@ -163,14 +164,14 @@ def _check_no_serve() -> None:
 def _deploy(args: ServingArgs, paths: JobPaths) -> DeploymentHandle:
     """Start the gateways and the replicas. Returns a handle to the gateways."""
     try:
-        with _wants_said():
+        with _saying_what_it_waits_for():
             return serve.run(application(args, paths), name=APPLICATION, route_prefix="/", logging_config=LOGGING)
     except RuntimeError as error:
         raise start_failure(_status_message(APPLICATION) or str(error)) from error
 
 
 @contextmanager
-def _wants_said() -> Iterator[None]:
+def _saying_what_it_waits_for() -> Iterator[None]:
     """While the block takes long, lines on stderr say what keeps the application from running."""
     end = threading.Event()
 

@@ -90,7 +90,7 @@ def proportional_shares(total: int, weights: Sequence[int]) -> list[int]:
     """`total` tokens divided among events in proportion to `weights`; each event gets at least 1 while there are
     enough.
 
-    It serves streams that report their number of tokens in all, and not by event.
+    For streams that report the sum of their tokens, and not the number of each event.
     """
     if not weights:
         return []
@@ -127,7 +127,7 @@ class Poisson:
 
     def __post_init__(self) -> None:
         if not 0 < self.rate < math.inf:
-            raise ValueError(f"a rate of {self.rate} requests a second is none; give a number above 0")
+            raise ValueError(f"a rate of {self.rate} requests a second sends no load; give a finite number above 0")
 
     def __str__(self) -> str:
         return f"{self.rate:g} a second"

@@ -98,7 +98,7 @@ class DecodeStage:
             model.engine.close()
 
     def _model(self, name: str) -> DecodingModel:
-        """The model with that name. The caller must not keep its engine while another one may be loaded."""
+        """The model with that name. The caller must not keep its engine while another model may be loaded."""
         if self._model_in_use is None or self._model_in_use[0] != name:
             self.close()
             try:

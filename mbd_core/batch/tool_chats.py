@@ -46,8 +46,8 @@ class ToolChat:
     def answer_grammar(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) -> Grammar | None:
         """The grammar of the answer to the prompt, thoughts before it included; `None` if it is decoded freely.
 
-        Raises `ValueError` for a template that shows calls in an unknown form, in which the answer could not be read
-        either, and `GrammarRefused`.
+        Raises `GrammarRefused`. Raises `ValueError`, also for a free answer, if the template shows calls in an unknown
+        form, because such calls could not be read.
         """
         form = call_form(tokenizer)
         if not self.grammar:

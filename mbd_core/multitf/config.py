@@ -61,15 +61,15 @@ TeacherReading = Literal["text", "blocks"]
 class TeacherSettings:
     """A frozen teacher, whose distributions are the targets of masked positions.
 
-    It reads each text once, causally. The target at a token's place is the teacher's distribution behind the text
-    before the token. From rollouts it may read `blocks` instead: the same masks block by block behind finished blocks,
-    as decoding with one slot sees them. So a model of several slots can teach itself.
+    It reads each text once, causally. A token's target is the teacher's next-token distribution after the text before
+    the token. From rollouts it may read `blocks` instead: the same masks block by block after finished blocks, as
+    decoding with one slot sees them. So a model of several slots can teach itself.
 
     `base` is the network without its adapter, or, if all weights are trained, a frozen copy of the base. To read text,
     the base must still have its autoregressive weights, as `mbd convert` writes them.
 
-    Beside `weight` of the divergence, a label's cross-entropy has `1 - weight`. Behind an answer's end, where no
-    teacher has read on, labels are the only targets.
+    A label's loss is `weight` times the divergence plus `1 - weight` times the cross-entropy. After an answer's end it
+    is the cross-entropy alone, because teachers are not trained on text after an EOS.
 
     The divergence of a position with the teacher's p and the student's q, in float32 over the whole vocabulary:
     `(1 - reverse) KL(p || q) + reverse KL(q || p)`, or with `jsd` = a, `a KL(p || m) + (1 - a) KL(q || m)` for
@@ -261,8 +261,8 @@ class ValidationOptions:
     """A run's measures on held-out data, and the checkpoint that it keeps by a measure."""
 
     validation: Annotated[str | None, Flag(metavar="DIR|FILE|SHARE", opened_by="workers")] = None
-    """Log the losses of held-out data: a folder that jobs/prepare_data.py wrote, a file of conversations as it takes
-    them, or a share of the training data, as 0.02."""
+    """Log the losses of held-out data: a folder that jobs/prepare_data.py wrote, a file of conversations in one of its
+    formats, or a share of the training data, as 0.02."""
     validate_every: Annotated[int, Ge(1)] = 100
     """Updates between two validations."""
     keep_best: Annotated[BestMetric, Flag(panel=OUTPUT)] = "validation_loss"

@@ -27,9 +27,11 @@ def rollout_numbers(
     of them with a reward.
 
     reward         the mean of the weighted sum; `reward_*` the mean of each part, over the answers that have it
-    unrewarded     answers without any reward; `failed` answers whose function or service failed, with its sentences
-    correct, tpf   means over answers; `tpf_range` the mean over groups of the largest less the smallest
-    tokens         useful tokens of an answer; `eos` and `overlong` are shares, `undecoded` is a count
+    unrewarded     number of answers without any reward
+    failed         number of answers whose function or service failed; `failures` has the reasons
+    correct, tpf   means over answers; `tpf_range` is the mean over groups of the largest TPF less the smallest
+    tokens_each    useful tokens of an answer, on average
+    eos, overlong  shares of the answers; `undecoded` is a number
     """
     decoded = [row for row in rows if row["error"] is None]
     groups: dict[int, list[float]] = {}

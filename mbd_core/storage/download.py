@@ -25,7 +25,7 @@ from mbd_core.files import MANIFEST
 CHUNK_BYTES = 32 * 2**20
 NUM_STREAMS = 4
 SILENT_SECONDS = 3.0  # a download that is done by then shows no progress
-DIGESTS = "sha256"  # in a manifest: each file's, by name
+DIGESTS = "sha256"  # a manifest's field: the digest of each file, by its name
 JOURNAL = "chunks"
 WRITTEN_FIELDS = ("LastModified", "last_modified", "mtime", "updated", "created")
 
@@ -84,7 +84,7 @@ def download(
     known = set(journal.read_text().splitlines()) if journal.exists() else set()
     whole = not serves_ranges(system, path, files)
     if whole:
-        print(f"{location}: its server sends no parts of files, so each comes whole or again", file=sys.stderr)
+        print(f"{location}: its server sends whole files only, so a file that is cut comes again", file=sys.stderr)
     chunks = list(chunks_of(files, whole=whole))
     missing = [chunk for chunk in chunks if str(chunk) not in known]
     total, wanted = (sum(chunk.num_bytes for chunk in some) for some in (chunks, missing))
@@ -107,7 +107,7 @@ def download(
             file.write(content)
 
     with (
-        _told(location, target, remedy),
+        _errors_that_say_what_is_kept(location, target, remedy),
         journal.open("a") as done,
         _bar(location, total, total - wanted) as bar,
         ThreadPoolExecutor(NUM_STREAMS) as streams,
@@ -116,7 +116,7 @@ def download(
 
         def fetch_and_note(chunk: ByteRange) -> None:
             fetch(chunk)
-            with noting:  # at once: chunks that came before another one's error are kept
+            with noting:  # in the chunk's own thread, so that another chunk's error does not lose it
                 done.write(f"{chunk}\n")
                 done.flush()
                 bar.update(chunk.num_bytes)
@@ -174,8 +174,8 @@ def _digest(file: Path) -> str:
 
 
 @contextmanager
-def _told(location: str, target: Path, remedy: str) -> Iterator[None]:
-    """Adds to the error that ends a download: its chunks are kept."""
+def _errors_that_say_what_is_kept(location: str, target: Path, remedy: str) -> Iterator[None]:
+    """Adds to the storage's error that the chunks are kept. A full disk's error becomes a `ValueError`."""
     try:
         yield
     except OSError as error:

@@ -14,11 +14,11 @@ COST = SweepCost(num_samples=80, num_differing=1, load=2.0, decode=298.0, ray_st
 
 def test_the_ratio_leaves_the_start_of_ray_out_and_has_the_load_on_both_sides() -> None:
     assert COST.ratio == pytest.approx(1.08) and COST.ratio_with_start == pytest.approx(1.13)
-    assert "sweep / direct: 1.080 (with the start of Ray 1.130); to stay at most 1.10" in COST.text
+    assert "sweep / direct: 1.080, with the start of Ray 1.130 (goal: at most 1.10" in COST.text
     assert "| start of Ray | 15.0 |" in COST.text and COST.text.startswith("80 samples, of which 1 have another")
     several = replace(COST, num_actors=2, several_engines=180.0).text
     assert "engines" not in COST.text and "| the same sweep with 2 engines | 180.0 |" in several
-    assert "2 engines / 1: 1.80 times as fast; to be at least 1.70" in several
+    assert "2 engines / 1: 1.80 times as fast (goal: at least 1.70" in several
 
 
 def test_a_trial_gives_the_length_of_the_run() -> None:

@@ -132,7 +132,7 @@ def test_a_server_without_parts_is_downloaded_from(
     served.has_ranges = False
     monkeypatch.setattr(download, "CHUNK_BYTES", 1000)
     folder = stream(served.url)
-    assert "its server sends no parts of files, so each comes whole or again" in capsys.readouterr().err
+    assert "its server sends whole files only, so a file that is cut comes again" in capsys.readouterr().err
     assert (folder / WEIGHTS).read_bytes() == (tiny_model_dir / WEIGHTS).read_bytes()
 
 

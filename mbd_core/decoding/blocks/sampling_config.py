@@ -27,8 +27,8 @@ class Sampling:
     min_p               draw among the tokens of at least this share of the likeliest token's probability (0: all)
     seed                the same seed gives the same tokens in any batch
     logit_bias          numbers that are added to the logits of these token ids
-    repetition_penalty  of tokens that the prompt or the answer has: a positive logit is divided by it, another
-                        multiplied
+    repetition_penalty  changes the logits of tokens in the prompt or the answer: positive logits are divided by it,
+                        others are multiplied
     frequency_penalty   subtracted from a token's logit for each time that the answer has it
     presence_penalty    subtracted once, if the answer has it
     """

@@ -1,6 +1,6 @@
 """Behind a stored prefix, drafts of one or more blocks, judged by the same weights at block size 1 (`Verify`).
 
-draft     [a, M, M, b, M] [M, M, M, M, M]     block by block -> tokens for all masks
+    draft     [a, M, M, b, M] [M, M, M, M, M]     block by block -> tokens for all masks
     judge     [a, x1, x2, b, x3, y1, y2, ...]     causal -> x1, x2, y1, y2, ...
               + [M, M] + [M, M, ...]              the copies of the judged masks, which stand behind the blocks
     store     [a, x1, x2, b, x3]                  by `Verify.store`, in the next draft's forward if there is one

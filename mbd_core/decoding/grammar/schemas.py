@@ -140,8 +140,9 @@ def _pattern_validator(pattern: str) -> "SchemaValidator":
 def check_bounds(schema: str) -> None:
     """Raises `GrammarRefused` for bounds that llguidance compiles wrongly, naming their places.
 
-    Numbers: it allows an exclusive whole bound itself if the other bound is less than 1 away. Objects: a name that is
-    written twice counts twice for `minProperties`; this can only happen to names that are not required.
+    Numbers: if an exclusive bound is a whole number and the other bound is less than 1 away, it allows the exclusive
+    bound's own value. Objects: a name that is written twice counts twice for `minProperties`. This can only happen to
+    names that are not required.
     """
     root = json.loads(schema)
     parts: list[tuple[Path, Any]] = [((), root)]
@@ -232,8 +233,8 @@ def _check_number(parts: list[dict[str, Any]]) -> None:
     for name, bound, strictest_bound in (("Minimum", lowest[0], lower), ("Maximum", highest[0], upper)):
         if bound == strictest_bound and bound == int(bound):
             raise GrammarRefused(
-                f"exclusive{name} {bound} beside a bound less than 1 away; "
-                f"give {name.lower()} and a number beside {bound}"
+                f"exclusive{name} {bound} has another bound less than 1 away; give {name.lower()} instead, with a "
+                f"number just {'above' if name == 'Minimum' else 'below'} {bound}"
             )
 
 

@@ -43,7 +43,7 @@ from mbd_core.models.model_config import ModelConfig
 class PlannedRun:
     """One running request, its decoder and the plan of its next forward; the pages of each lane are (lanes, P).
 
-    may_draft      drafts and single tokens give the same tokens, and the engine chooses
+    may_draft      whether the engine chooses between drafts and single tokens, which give the same answer
     num_positions  positions of the plan
     """
 
@@ -73,7 +73,7 @@ class PlannedRuns:
     def __init__(
         self, config: ModelConfig, cache: PagedKVCache, vocab: Vocab, *, pair: DraftPair | None = None
     ) -> None:
-        """`pair` is of an engine with a draft model."""
+        """`pair` is given if the engine has a draft model."""
         self._config, self._cache, self._pair = config, cache, pair
         self._vocab = vocab
         self._runs: dict[int, PlannedRun] = {}
@@ -247,7 +247,7 @@ class PlannedRuns:
         return list(self._runs.values())
 
 
-# Answers under a grammar: one rank's guides take each choice in, and may replace it.
+# Answers under a grammar: the guides are on one rank. They see each chosen token, and may replace it.
 
 
 def _guided(run: PlannedRun) -> GuidedDecoder:

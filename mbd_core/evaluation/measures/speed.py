@@ -24,7 +24,7 @@ class MeasuredSpeed:
     decode_tps_batch_1   useful tokens / seconds of the forwards in NFE alone: the papers' TPS, TPF over step time
     forward_ms_batch_1   milliseconds of one such forward
     throughput           useful tokens of all requests together / seconds from the first's beginning to the last's end
-    latency_*            percentiles of a request's seconds; `None` where too few requests were timed for one
+    latency_*            percentiles of a request's seconds; `None` if too few requests were timed for the percentile
     """
 
     model: str

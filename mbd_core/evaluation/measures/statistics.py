@@ -13,7 +13,7 @@ ENTRIES = 4_000_000  # numbers of one block of draws
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """A number with its 95 % interval, whose bounds are `None` where the data do not say them."""
+    """A number with its 95 % interval. The bounds are `None` if the data are too few for an interval."""
 
     value: float
     low: float | None = None
@@ -36,7 +36,7 @@ class Interval:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The bounds, which the number must have."""
+        """The bounds of a number that has an interval."""
         assert self.low is not None and self.high is not None
         return self.low, self.high
 
@@ -47,7 +47,7 @@ class Interval:
         return self.high is not None and self.high < bound
 
     def text(self, form: str = ".2f", bounds: str = "") -> str:
-        """The number and its bounds; `bounds` is their format, if it is another."""
+        """The number and its bounds in the format `form`; `bounds` is another format for the bounds."""
         if self.low is None or self.high is None:
             return f"{self.value:{form}}"
         return f"{self.value:{form}} [{self.low:{bounds or form}}, {self.high:{bounds or form}}]"

@@ -60,7 +60,7 @@ def encode(value: Any, seconds: float = 0.0) -> str:
 
 
 def _digest(items: Any) -> str | None:
-    """The digest of a large value; `None` for a small one, and for items that are no plain data."""
+    """The digest of a list or tuple; `None` if it is small enough to send, or its items are no plain data."""
     state, length = blake2b(type(items).__name__.encode(), digest_size=32), 0
     try:
         for start in range(0, len(items), CHUNK):

@@ -88,7 +88,7 @@ def encode_rows(
     `every`: train all answers except a chat's `untrained`; an answer is a turn of the assistant after a user's or a
     tool's turn. An answer that is a prefix of the next answer's sample, token by token, is part of that sample. If the
     template shows earlier turns otherwise, the answer is a sample of its own. A conversation is too long if a sample
-    has more than `max_length` tokens with its EOS. A conversation of at least twice that number by `least_tokens` is
+    has more than `max_length` tokens with its EOS. A conversation of more than twice that number by `least_tokens` is
     not tokenised at all.
     """
     rows: list[EncodedRow | None] = []
@@ -139,8 +139,8 @@ def _row(
             return EncodedRow(is_too_long=True)
         if conversation[: len(prompt)] != prompt:
             return EncodedRow(
-                error="the tokens of its prompt are not the beginning of those of the whole conversation: the answer "
-                "merges with the prompt's end; change the chat template"
+                error="the tokens of the whole conversation do not begin with its prompt's tokens: the answer merges "
+                "with the prompt's end; change the chat template"
             )
         assert not isinstance(prompt, str) and not isinstance(conversation, str)
         response = _without_end(tokenizer, conversation[len(prompt) :], eos_token_id)
@@ -228,7 +228,7 @@ def _texts(tokenizer: PreTrainedTokenizerBase, chat: Chat, end: int) -> tuple[Ma
     if not conversation.text.startswith(prompt.text):
         raise ValueError(
             "the chat template's prompt is not the beginning of the whole conversation, so where the answer begins is "
-            "unknown; change the template, or what it does to earlier turns"
+            "unknown; change the template, so that it shows earlier turns unchanged"
         )
     reasoning = next((messages[-1][name] for name in REASONING if name in messages[-1]), "")
     if masking.masked(reasoning.strip()) not in conversation.text[len(prompt.text) :]:

@@ -5,7 +5,7 @@
                    checkpoint.json              step, recipe, precision, losses so far; written last
 
 A folder without `checkpoint.json` was not written to its end, and is not read. Tensors are stored by name and by their
-place in the whole, so that other numbers of workers, and replicated or sharded weights, go on from the same files.
+place in the whole, so a run can continue with another number of workers, and with replicated or sharded weights.
 Of a model with an adapter (LoRA) the adapter alone is stored, with a digest of the recipe's base.
 Data order, noise, schedule and dropout depend on (seed, step) alone: the step is all that is stored of them.
 
@@ -177,7 +177,7 @@ class Checkpoints:
             raise self._damage_error(step, damage) from None
 
     def save(self, trainer: Trainer, curve: RunCurve) -> None:
-        """Begin to write a checkpoint; the one before is whole when this returns."""
+        """Begin to write a checkpoint. The checkpoint before it is whole when this returns."""
         self.wait()
         record = CheckpointRecord(
             step=trainer.step_number,
@@ -197,7 +197,7 @@ class Checkpoints:
         self._writing = record, cast("Future[Any]", writing)
 
     def poll(self) -> None:
-        """Mark the checkpoint that is being written if all its parts are there by now; nobody waits for them.
+        """Mark the checkpoint that is being written as whole, if all its parts are written. Does not wait for them.
 
         The workers agree on it: if a part could not be written, all workers raise here, before their next step.
         """
@@ -228,8 +228,10 @@ class Checkpoints:
             self._system.rm(metadata)
 
     def _finish(self, record: CheckpointRecord) -> None:
-        """Write the marker, and remove the checkpoints that are older than the newest `keep`, except the best
-        checkpoint and one in use."""
+        """Write the marker, and remove the checkpoints that are older than the newest `keep`.
+
+        The best checkpoint and the checkpoint in use stay.
+        """
         file = f"{self._path}/{_name(record.step)}/{MARKER}"
         with self._system.open(f"{file}.partial", "w") as file_object:
             json.dump(asdict(record), file_object)
@@ -369,7 +371,7 @@ def _has_adapter(trainer: Trainer) -> bool:
 
 
 def _state(trainer: Trainer) -> dict[str, Any]:
-    """The stored state: the weights and the optimizers' states. With an adapter only its weights: the base stays."""
+    """The stored state: the weights and the optimizers' states. Of a model with an adapter, the adapter's alone."""
     weights = _weights(trainer.model, adapter=_has_adapter(trainer))
     return {"model": weights, "optimizers": get_optimizer_state_dict(trainer.model, trainer.optimizers)}
 

@@ -36,7 +36,9 @@ class DistillerReport:
     loss        the mean over answers of the mean divergence of their labels
     divergence  the mean over labels, and in `parts` by slot and by mask ratio
     agreement   the share of labels that the student would decide as the rollout did
-    labels      masks of drawn states; `tokens` went through the student, `positions` with padding
+    labels      masks of drawn states
+    tokens      tokens that the student computed
+    positions   tokens with padding
     """
 
     step: int
@@ -90,7 +92,7 @@ class Distiller(RolloutLearner):
     ) -> None:
         if config.teacher is None or (teacher is None and config.lora is None):
             raise ValueError(
-                "distillation needs a teacher: a frozen model, or an adapter (lora) without which it reads"
+                "distillation needs a teacher: a frozen model, or with an adapter (lora) the model without it"
             )
         if config.teacher.weight < 1:
             raise ValueError(

@@ -106,7 +106,7 @@ class Workers:
             self._raise_first([problem for _, problem in folders])
             machine_folder = Path(folders[writer][0])
             sentence = (
-                f"{machine_folder}, which another worker of {platform.node()} has written, is not there for this one"
+                f"a worker does not find {machine_folder}, which another worker of {platform.node()} has written"
             )
             self._raise_first(
                 self.all_values(None if machine_folder.is_dir() else f"{sentence}; give each host its own name")

@@ -41,8 +41,8 @@ def read_keys(path: Path) -> dict[str, Key]:
         place = f"API keys: {path}, line {number}"
         if len(words) not in (2, 3) or words[2:] not in ([], [ADMINISTRATOR]):
             raise ValueError(
-                f"{place}: {len(words)} words; it must be a client's name and its key, and for an administrator's "
-                f"'{ADMINISTRATOR}' behind them"
+                f"{place}: {len(words)} words; write a client's name and its key, and '{ADMINISTRATOR}' after the key "
+                "of an administrator"
             )
         name, key = words[:2]
         if name in keys:
@@ -107,7 +107,7 @@ class ApiKeys:
         try:
             self._keys = read_keys(self._path)
         except ValueError as error:
-            log.error("%s; the keys that were read before go on to hold", error)
+            log.error("%s; the keys that were read before stay valid", error)
 
 
 def _state(path: Path) -> tuple[int, int, int] | None:

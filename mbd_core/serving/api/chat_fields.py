@@ -99,7 +99,7 @@ class ToolFields(Strict):
             raise FieldError("tool_choice", "asks for a call, and no tools are given")
         unknown = next((name for name in chosen or () if name not in names), None)
         if unknown is not None:
-            raise FieldError("tool_choice", f"{unknown} is none of tools: {', '.join(names)}")
+            raise FieldError("tool_choice", f"{unknown} is not among the tools: {', '.join(names)}")
         return self
 
     @property
@@ -390,7 +390,7 @@ class ChatMessage(Strict):
     @classmethod
     def _of_answers_alone(cls, value: Any, info: ValidationInfo) -> Any:
         if value and (info.data.get("role") != "assistant" or info.data.get("tool_calls")):
-            raise ValueError("only an assistant's turn of text alone has its tokens; leave it out")
+            raise ValueError("only a turn of the assistant without calls has token ids; leave it out")
         return value
 
     @field_validator("tool_call_id")
@@ -398,7 +398,7 @@ class ChatMessage(Strict):
     def _of_results_alone(cls, value: Any, info: ValidationInfo) -> Any:
         if (value is not None) != (info.data.get("role") == "tool"):
             raise ValueError(
-                "a message of role tool has the id of the call whose result it is, and no other message has"
+                "a message of role tool needs the id of the call whose result it is, and other messages have none"
             )
         return value
 

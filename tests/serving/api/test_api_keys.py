@@ -59,7 +59,7 @@ def test_only_who_is_marked_administers(tmp_path: Path) -> None:
     [
         ("", "holds no key"),
         ("ann", "line 1: 1 words"),
-        (f"ann {ONE} x", "line 1: 3 words.* 'administrator' behind them"),
+        (f"ann {ONE} x", "line 1: 3 words.* 'administrator' after the key"),
         (f"ann {ONE} administrator x", "line 1: 4 words"),
         (f"ann {ONE}\nann {TWO}", "line 2: client 'ann' stands there twice"),
         ("ann short-0123", "line 1: the key has 10 characters"),

@@ -219,7 +219,11 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}
         ({"tools": [TOOL | {"type": "custm"}]}, "tools.0.type", "'custom'"),
         ({"tools": [TOOL | {"parameters": {}}]}, "tools.0.parameters", "unknown field"),
         ({"tools": [TOOL, TOOL]}, "tools", "two functions are called f"),
-        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice", "g is none of tools: f"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}},
+            "tool_choice",
+            "g is not among the tools: f",
+        ),
         ({"tools": [TOOL], "tool_choice": "auto"}, "tool_choice", "object"),
         ({"tools": [TOOL], "tool_choice": {"type": "required"}}, "tool_choice.type", "'any'"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name", "given with type tool"),

@@ -159,7 +159,11 @@ def said(*calls: dict[str, Any]) -> dict[str, Any]:
         ({"tools": [tool("a", x=1)]}, "tools.0.function.x", "unknown field"),
         ({"tools": TOOLS, "tool_choice": "required", "max_tokens": 5}, "tools", "no answer of at most 5 tokens"),
         ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", '"required"'),
-        ({"tools": TOOLS, "tool_choice": tool("other")}, "tool_choice", "other is none of tools: weather, order, now"),
+        (
+            {"tools": TOOLS, "tool_choice": tool("other")},
+            "tool_choice",
+            "other is not among the tools: weather, order, now",
+        ),
         ({"tool_choice": "required"}, "tool_choice", "no tools are given"),
         ({"tools": TOOLS, "stop": "x"}, "stop", "would cut an answer that tools holds to its form"),
         ({"tools": TOOLS, "guided_regex": "x"}, "guided_regex", "tools hold the answer to their form"),

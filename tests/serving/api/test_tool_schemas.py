@@ -68,7 +68,7 @@ def test_what_is_taken_as_a_form_is_taken_of_a_tool(plain: Path, part: dict[str,
 
 
 REFUSED = [
-    ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, "give minimum and a number beside 0"),
+    ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, "give minimum instead, with a number just above 0"),
     ({"type": "number", "minimum": 0, "exclusiveMinimum": True, "maximum": 0.5}, "give minimum"),
     ({"type": "array", "items": {"type": "string"}, "uniqueItems": True}, 'Unimplemented keys: ["uniqueItems"]'),
     ({"anyOf": [{"type": "string"}, {"type": "object", "properties": {"b": {"not": {}}}}]}, ".anyOf.1.properties.b: "),

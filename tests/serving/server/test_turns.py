@@ -129,7 +129,7 @@ def test_tokens_that_are_not_the_contents_are_refused(tiny_model_dir: Path) -> N
         ({"role": "assistant", "content": "43 apples", "token_ids": ids}, "not the tokens of the content"),
         ({"role": "assistant", "content": "42 apples", "token_ids": [*ids, tokenizer.eos_token_id]}, "not the tokens"),
         ({"role": "assistant", "content": "42 apples", "token_ids": [len(tokenizer)]}, "is no token"),
-        ({"role": "user", "content": "42 apples", "token_ids": ids}, "only an assistant's turn"),
+        ({"role": "user", "content": "42 apples", "token_ids": ids}, "only a turn of the assistant"),
     ]
 
     async def scenario() -> None:
