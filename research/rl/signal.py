@@ -11,6 +11,7 @@ signal.md, signal.png
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
@@ -62,8 +63,12 @@ class SignalSize:
 
 @dataclass(frozen=True)
 class Gradient:
-    """A set's gradient: its flat values, the answers learned from, and the cosine of the descent along it with the
-    descent of the labels' entropy."""
+    """A set's gradient.
+
+    values    flat
+    answers   number of answers that it is of
+    sharpens  its cosine with the gradient of the labels' entropy: if positive, a descent along it makes a model surer
+    """
 
     values: Tensor
     answers: int
@@ -119,7 +124,7 @@ def measure(size: SignalSize) -> dict[str, dict[str, Any]]:
 
 
 def answers_of(seed: int, problems: int) -> list[ScoredRow]:
-    """The scored answers of the first iteration of `ledger-rl` with this seed and so many problems."""
+    """The scored answers of the first iteration of `ledger-rl` with this seed and number of problems."""
     from contextlib import closing
 
     from mbd_core.engine.config import EngineConfig
@@ -242,12 +247,15 @@ def report(out: Path) -> str:
 
 
 def equal_parts(answers: int, cosines: Sequence[float]) -> str:
-    """How many answers have as much signal as noise, to two digits, or the least number that the pairs allow."""
+    """How many answers have as much signal as noise, to two digits, or the least number that the pairs allow.
+
+    A dash if the pairs allow any number, as a single pair does.
+    """
     mean = fmean(cosines)
-    error = stdev(cosines) / len(cosines) ** 0.5 if len(cosines) > 1 else mean
+    error = stdev(cosines) / len(cosines) ** 0.5 if len(cosines) > 1 else math.inf
     is_seen = mean > 2 * error
     c = mean if is_seen else mean + 2 * error
-    if c <= 0:
+    if not 0 < c < 1:
         return "-"
     return f"{'' if is_seen else 'more than '}{float(f'{answers * (1 - c) / c:.1e}'):,.0f}"
 

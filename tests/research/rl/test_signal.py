@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from research.rl.signal import PLOT, RECORD, REPORT, REWARDS, TEACHER, SignalSize, main, measure, report
+from research.rl.signal import PLOT, RECORD, REPORT, REWARDS, TEACHER, SignalSize, equal_parts, main, measure, report
 
 PUBLISHED = Path(__file__).resolve().parents[3] / "research" / "published" / "signal"
 
@@ -14,6 +14,20 @@ def test_the_published_report_is_that_of_its_numbers(tmp_path: Path) -> None:
     shutil.copy(PUBLISHED / RECORD, tmp_path)
     assert report(tmp_path) == (PUBLISHED / REPORT).read_text()
     assert (tmp_path / PLOT).stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("cosines", "number"),
+    [
+        ((0.5, 0.5, 0.5), "100"),
+        ((0.0, 0.0, 0.3), "more than 230"),  # a mean of 0.1 and a standard error of 0.1: at most 0.3
+        ((0.5,), "-"),
+        ((0.9, 0.1), "-"),
+        ((-0.5, -0.5), "-"),
+    ],
+)
+def test_pairs_give_a_number_a_bound_or_nothing(cosines: tuple[float, ...], number: str) -> None:
+    assert equal_parts(100, cosines) == number
 
 
 @pytest.mark.slow  # it draws 96 answers
