@@ -96,8 +96,8 @@ class ModelArgs(EndpointArgs):
     def __post_init__(self) -> None:
         if len(self.adapters) > self.engine.max_adapters:
             raise ValueError(
-                f"{len(self.adapters)} adapters need engine.max_adapters of at least that; it is "
-                f"{self.engine.max_adapters}"
+                f"there are {len(self.adapters)} adapters, but engine.max_adapters is {self.engine.max_adapters}; "
+                "raise it, or give fewer adapters"
             )
 
     @property
@@ -118,7 +118,7 @@ class ModelArgs(EndpointArgs):
         return self.replicas if isinstance(self.replicas, int) else self.replicas.min
 
     def checked(self, fetch: FetchModel = fetch_model) -> Self:
-        """On this machine: `fetch` gives the local name or path of the model, which it fetches from a URL."""
+        """The checked settings with models on this machine: `fetch` gives the local name or path of each model."""
         model = fetch(self.model, url_weights=self.engine.url_weights)
         engine = self.engine
         if engine.draft_model is not None:
@@ -139,8 +139,8 @@ class GatewayArgs:
     drain_seconds: Annotated[float, Ge(0)] = DRAIN_SECONDS
     """How long running requests may continue after the first Ctrl-C or SIGTERM; 0 cuts them at once."""
     api_keys: Annotated[Path | None, Flag(metavar="FILE", opened_by="each")] = None
-    """Serve only clients with a key of this file, on every machine with a gateway: lines of a client's name and its
-    key; read when it changes."""
+    """Serve only clients with a key in this file. A line has a client's name and its key. Every machine with a gateway
+    needs the file; a changed file is read again."""
     client_requests: Annotated[int | None, Ge(1)] = None
     """Open choices (n for each prompt) of a client at each gateway; needs --api-keys (default: any number)."""
     body_bytes: Annotated[int, Ge(1024)] = 4 * 2**20

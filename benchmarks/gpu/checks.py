@@ -49,7 +49,7 @@ class CheckFailed(RuntimeError):
 
 
 def check_config(family: str, *, on_gpu: bool) -> ModelConfig:
-    """A small model of "sdar" or "llada2": on a GPU with the head size and blocks of the real ones, else tiny."""
+    """A small model of "sdar" or "llada2": on a GPU with the head size and blocks of the released model, else tiny."""
     if not on_gpu:
         return SHAPES[f"tiny-{family}"]
     shape = SHAPES["sdar-8b" if family == "sdar" else "llada2-mini"]
@@ -234,7 +234,7 @@ def kernel_rows(device: torch.device, *, small: bool) -> Iterator[CheckRow]:
         if row["right"] is False:
             wrong.append(f"{row['kernel']} by {row['largest_error']}")
     if wrong:
-        raise CheckFailed(f"not its definition: {', '.join(wrong)}")
+        raise CheckFailed(f"these kernels differ from their definitions: {', '.join(wrong)}")
 
 
 def _row(kernel: str, size: str, result: Tensor, expected: Tensor, *, rtol: float, atol: float) -> CheckRow:
@@ -287,7 +287,7 @@ def _attention(
 
 
 def _expert_layer(dtype: torch.dtype, generator: torch.Generator, small: bool) -> tuple[Tensor, ...]:
-    """x, gate, up, down, ids, weights: LLaDA2-mini's experts for 64 tokens, or few small ones."""
+    """x, gate, up, down, ids, weights: LLaDA2-mini's experts for 64 tokens; if `small`, few and small experts."""
     tokens, depth, width, experts, experts_per_token = (9, 32, 48, 6, 2) if small else (64, 2048, 512, 256, 8)
     device = generator.device
 
@@ -316,7 +316,7 @@ def _experts_row(device: torch.device, dtype: torch.dtype, generator: torch.Gene
 
 
 def _shared_experts_row(device: torch.device, dtype: torch.dtype, generator: torch.Generator, small: bool) -> CheckRow:
-    """Two shared experts among the routed ones."""
+    """Two shared experts among the routed experts."""
     name = "experts: the shared among them"
     if not triton_serves(device, dtype):
         reason = "needs CUDA and Triton"

@@ -1,7 +1,7 @@
 """The sections of a day on a GPU (`gpu/day.py`): each is a function of the day's sizes that returns rows.
 
-A section raises if its check does not hold, after the rows that it has by then. On a CPU the same functions run
-at toy sizes, which shows that they work and measures nothing of interest.
+A section raises if one of its checks fails; rows that it has returned before stay. On a CPU the same functions run at
+toy sizes, which shows that they work and measures nothing of interest.
 """
 
 import importlib.metadata

@@ -1,4 +1,4 @@
-"""An agent's session by the official client of its route: many tools, and turns of a call and its result."""
+"""An agent's session by the official client of its route: it has many tools, and a turn is a call and its result."""
 
 from __future__ import annotations
 
@@ -105,17 +105,17 @@ class AgentSession(ABC):
         return asked
 
     def made_up_turn(self, number: int, result: str) -> None:
-        """The next turn as `turn`, with a short call that nobody decoded as its answer."""
+        """The next turn, as `turn` makes it, but its answer is a made-up short call: the endpoint is not asked."""
         self.messages += self._after_call(self.messages[-1], result) if len(self.messages) > 1 else []
         tool = self._tools[number % len(self._tools)]
         self.messages.append(self._made_up_answer(number, tool.get("name") or tool["function"]["name"]))
 
     def again(self, number: int, result: str) -> AskedTurn:
-        """Turn `number` once more, from 2 on, with another last result; nothing is kept."""
+        """Ask turn `number` (at least 2) once more, with another last result. The session stays as it is."""
         return self._ask(self.messages_of(number, result))[0]
 
     def messages_of(self, number: int, result: str) -> list[dict[str, Any]]:
-        """The messages of turn `number`, from 2 on, with another last result."""
+        """The messages of turn `number` (at least 2), with another last result."""
         kept = self.messages[: 2 * number - 2]
         return [*copy.deepcopy(kept), *self._after_call(kept[-1], result)]
 

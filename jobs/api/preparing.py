@@ -53,7 +53,7 @@ class PrepareOptions:
     tools: Annotated[str | None, Flag(metavar="COLUMN", default="tools, functions")] = None
     """Column of the functions that an answer may call."""
     roles: Annotated[Texts, Flag(metavar="NAME=ROLE,...", commas=True)] = ()
-    """The roles behind the data's own names: bot=assistant,narrator=system."""
+    """The roles that the data's own names stand for: bot=assistant,narrator=system."""
     ignore_columns: Annotated[Texts, Flag(commas=True)] = ()
     """Columns, or fields of turns as messages.weight, that are not read."""
     max_length: Annotated[int, Ge(2)] = 2048
@@ -104,7 +104,7 @@ class Prepared:
 
     def __fspath__(self) -> str:
         if self.folder is None:
-            raise ValueError("rows were shown, and no training data written; give out")
+            raise ValueError("rows were only shown, and no training data was written; name a folder with out=")
         return self.folder
 
     def __str__(self) -> str:

@@ -47,7 +47,7 @@ class ArgumentGrammar:
         self._named = {name: rule for name, rule in self._named.items() if not name.startswith("#")}
         if isinstance(self._arguments, JsonArguments):
             return self._json({**schema, "x-guidance": SEPARATORS})
-        self.schemas.append((function, schema))  # one verdict on a schema in every form; no rule names it
+        self.schemas.append((function, schema))  # no rule names it: it is checked, so that all forms refuse the same
         if isinstance(self._arguments, TaggedArguments):
             return self._tagged(self._arguments, schema)
         form = self._arguments
@@ -74,8 +74,8 @@ class ArgumentGrammar:
         unknown = sorted(name for name in schema.keys() - known - set(ANNOTATIONS) if not name.startswith("x-"))
         if unknown:
             raise GrammarRefused(
-                f"the parameters of {self._function} cannot be honoured: {what} with {unknown[0]} are not held in "
-                "this model's form of calls; leave it out, and check it yourself"
+                f"the parameters of {self._function} cannot be honoured: no grammar holds {what} to {unknown[0]} in "
+                f"this model's form of calls; leave {unknown[0]} out, and check the arguments yourself"
             )
 
     # Arguments between marks.
@@ -100,7 +100,7 @@ class ArgumentGrammar:
         return list((schema.get("properties") or {}).items())
 
     def _other(self, schema: Mapping[str, Any]) -> Any | None:
-        """The schema of properties that have no name in it; `None` if there may be none, as in `_closed`."""
+        """The schema of properties that `schema` does not name; `None` if it allows none, by the rule of `_closed`."""
         other = schema.get("additionalProperties", "properties" not in schema)
         if other is False or schema.get("maxProperties") == 0:
             return None
@@ -172,14 +172,14 @@ class ArgumentGrammar:
         key_end: str,
         key: Callable[[str], str],
     ) -> str:
-        """An object's properties in their order, each required one once, each other one at most once."""
+        """An object's properties in their order: a required property once, another property at most once."""
         required, separator = schema.get("required", ()), self._constants(form.separator)
         properties = form.ordered(dict(self._properties(schema)))
         items = [
             (f"{self._constants(key(name) + key_end)} {self._value(form, part)}", name in required)
             for name, part in properties
         ]
-        first, later = '""', '""'  # the rest of the items, before and behind an item that is written
+        first, later = '""', '""'  # rules for the items that remain: if no item is written yet, and after an item
         if (other := self._other(schema)) is not None:
             own_key = self._string(form) if form.quotes_keys and key is not str else "/[a-zA-Z_][a-zA-Z0-9_]*/"
             item = f"{own_key} {self._constants(key_end)} {self._value(form, other)}"
@@ -246,7 +246,7 @@ class ArgumentGrammar:
         return self._json({**schema, "type": kind})
 
     def _string(self, form: LiteralArguments, schema: Mapping[str, Any] | None = None) -> str:
-        """A string in one of its quotes. One with a pattern or a length has JSON's quotes, where it can have them."""
+        """A string in one of the form's quotes. If it has a pattern or a length, it has JSON's quotes if possible."""
         limited = schema is not None and any(keyword in schema for keyword in PYTHON_STRINGS)
         if not form.escapes:
             regex = self._string_regex(schema) if limited else ANY
@@ -284,10 +284,10 @@ ANY = "/(?s:.*)/"
 
 
 def _closed(schema: Any) -> Any:
-    """The schema, in which an object whose properties are named gets no others: each would be a name of the model's
-    own, which no function takes.
+    """The schema, in which objects with named properties allow no other properties: the model would make up their
+    names, and no function takes them.
 
-    An object that says of further properties itself, or is put together of several schemas, stays as it is.
+    An object with a keyword of `OPENING` stays as it is.
     """
     if not isinstance(schema, Mapping):
         return schema
@@ -304,7 +304,7 @@ def _closed(schema: Any) -> Any:
 OPENING = frozenset(
     ("additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "$ref")
 )
-"""Keywords beside `properties` by which an object may have more of them."""
+"""Keywords beside `properties` by which an object may have more properties."""
 
 
 def _anywhere(pattern: str) -> str:

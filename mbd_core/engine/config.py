@@ -8,7 +8,7 @@ from mbd_core.fields import ENGINE, MODEL, MOST, Flag, Ge, Gt, Le, configuration
 Dtype = Literal["auto", "float32", "bfloat16", "int8"]
 """The numbers in which an engine computes. `int8`: products of int8 weights and inputs, the rest float32 (CPUs)."""
 SwapMode = Literal["wait", "preempt"]
-"""When other weights take their place: behind the running requests, or at once."""
+"""When new weights are swapped in: after the running requests have ended, or at once."""
 LEAST_SLOTS = 4
 """The default number of slots of each batch row, unless the model decodes with more."""
 

@@ -57,7 +57,7 @@ class TracedRun:
     """A trace with a name.
 
     block_size  `None` if neither the trace nor the caller of `read_run` gives it
-    num_other   canvas requests, which have no Block Buffer and are not in `requests`
+    num_other   number of requests without a Block Buffer (canvases, causal rows); they are not in `requests`
     """
 
     name: str

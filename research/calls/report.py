@@ -205,7 +205,8 @@ def _arm_lines(arm: SweptArm, of: Mapping[tuple[SweptArm, str], Sequence[JudgedA
 def _pair_lines(
     arm: SweptArm, earlier: Sequence[SweptArm], of: Mapping[tuple[SweptArm, str], Sequence[JudgedAnswer]]
 ) -> Iterator[list[Cell]]:
-    """Exact sign tests: the arm beside the control and other models' arms, and with a grammar beside without."""
+    """Exact sign tests: of the arm and the control, of the arm and other models' arms, and of the arm with a grammar
+    and without."""
     named = " ".join(arm)
     for other in earlier:
         steps = BESIDE_CONTROL if other == earlier[0] else BESIDE_OTHERS if other[0] != arm[0] else ()

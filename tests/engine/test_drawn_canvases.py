@@ -208,7 +208,7 @@ def test_two_ranks_decode_as_one(model: Decoder, alone: list[Output], tmp_path: 
         ({"min_tokens": 3}, "min_tokens"),
         ({"grammar": Grammar(syntax="regex", text="a+")}, r"no guide follows it"),
         ({"rollout": True}, r"a step map cannot be given with renoise"),
-        ({"frames": True}, r"a Block Buffer, which renoise has not"),
+        ({"frames": True}, r"a Block Buffer, and renoise has none"),
         ({"top_logprobs": 2}, r"top_logprobs cannot be given with renoise"),
         ({"decoding": DecodingConfig(block_size=L)}, r"decodes with renoise, not block by block in a buffer"),
         ({"decoding": DecodingConfig(block_size=L, buffer_size=2)}, r"decodes with renoise, not block by block"),

@@ -206,7 +206,8 @@ class Closings:
 
 
 def _rank(text: bytes) -> int:
-    """Brackets that close, quotes, digits, other text, brackets that open."""
+    """The rank of a token's text, low if it may end an answer: closing brackets, quotes, digits, other text, opening
+    brackets."""
     if text and not text.strip(b"}])"):
         return 0
     if text and not text.strip(b'}])"'):
@@ -217,7 +218,7 @@ def _rank(text: bytes) -> int:
 
 
 def _byte_ranks() -> list[int]:
-    """The place of each byte: ends of lines and strings, closing brackets, other marks, digits, letters, the rest."""
+    """The rank of each byte: ends of lines and strings, closing brackets, other marks, digits, letters, the rest."""
     first = b"\n\"'}])>;.,:@#|/-+=_ "
     order = [*first, *b"0123456789", *range(97, 123), *range(65, 91)]
     order += [byte for byte in (*range(33, 127), *range(128), *range(128, 256)) if byte not in order]

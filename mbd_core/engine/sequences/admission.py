@@ -559,5 +559,5 @@ def _check_frames(request: Request) -> None:
     if request.frames and not request.decoding.in_buffer and request.decoding.verify is None:
         part = _revising_part(request.decoding)
         raise RequestRefused(
-            "frames", f"frames show the slots of a Block Buffer, which {part} has not; decode without"
+            "frames", f"frames show the slots of a Block Buffer, and {part} has none; leave frames or {part} out"
         )

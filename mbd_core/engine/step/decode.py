@@ -75,7 +75,7 @@ class StepState:
 
     tables_RP     the page table of every batch row
     vocab         for decisions of one rank alone; `shared_vocab` is for decisions of all ranks together
-    adapters_R    the slot of its LoRA adapter, 0 for none; `None` in an engine that loads no adapters
+    adapters_R    the slot of each batch row's LoRA adapter, 0 for none; `None` in an engine that loads no adapters
     logits_chunk  positions whose logits are held at once
     draft_runner  the draft model, if the engine has one; its keys lie in the same pages of a cache of its own
     """
@@ -137,8 +137,11 @@ class StepState:
         return self.with_drafts(rows, own_AV)
 
     def with_drafts(self, rows: StepRows, own_AV: Tensor | None) -> Tensor | None:
-        """The draft model's forward, if it has rows: the logits of all planned rows in their order, where `own_AV` are
-        the large model's. The draft model's have its vocabulary's width, and its mask is never the likeliest."""
+        """The logits of all planned rows, in their order: the large model's (`own_AV`) and the draft model's.
+
+        The draft model runs here, if it has rows. Its logits are cut or padded to the large model's vocabulary, and
+        its mask is never the likeliest token.
+        """
         if rows.drafts is None:
             return own_AV
         runner, drafts = self.draft_runner, rows.drafts

@@ -119,7 +119,7 @@ def model_target(out: str, *, overwrite: bool) -> Path:
     if not out.strip():
         raise ValueError("--out is empty; name a folder, or leave it out")
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", out):
-        raise ValueError(f"{out} is a URL: this command writes here; jobs/train_multitf.py writes to URLs")
+        raise ValueError(f"{out} is a URL: give a folder on this machine; jobs/train_multitf.py writes to URLs")
     check_target_folder(Path(out), MODEL_KIND, overwrite=overwrite)
     return Path(out)
 

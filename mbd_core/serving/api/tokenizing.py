@@ -61,7 +61,7 @@ def text_ids(
 
 
 class TokenizerThreads:
-    """Two threads that tokenise: one for short texts, one for long ones.
+    """Two threads that tokenise: one for short texts, one for long texts.
 
     After its first call, which sets it up, a fast tokenizer may be used in both threads at once.
     """

@@ -325,7 +325,7 @@ LONG = "x" * 300
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--out", "s3://bucket/model"], "s3://bucket/model is a URL: this command writes here"),
+        (["--out", "s3://bucket/model"], "s3://bucket/model is a URL: give a folder on this machine"),
         (["--out", " "], "--out is empty"),
         (["--out", LONG], "longer than 200 bytes"),
         (["--out", f"a/{LONG}/b"], "a name in it than 255"),

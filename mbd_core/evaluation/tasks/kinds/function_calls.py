@@ -25,7 +25,7 @@ WITH_ANSWERS = (
 )
 """Categories whose questions have right calls."""
 RELEVANCE = {"irrelevance": False, "live_irrelevance": False, "live_relevance": True}
-"""Categories where a call is right, or no call is."""
+"""Categories that ask only whether to call a function, each with whether a call is right."""
 BY_RUNNER = "let the package's own runner ask the endpoint of mbd serve"
 ELSEWHERE = {
     **dict.fromkeys(
@@ -40,7 +40,7 @@ JSON_TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "str
 """The leaderboard's names of types that JSON Schema has by other names."""
 HINT = " Note that the provided function is in Python 3 syntax."
 """The text that the leaderboard adds to each function's description when it asks."""
-MAX_DETAIL = 500  # characters; a call may be long, and JSON may spell halves of characters
+MAX_DETAIL = 500  # characters of a wrong call in a grade's detail
 
 
 class QuestionRow(TypedDict):
@@ -125,7 +125,7 @@ def _plain_name(name: str) -> str:
 def _json_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
     """The leaderboard's description of parameters as a JSON Schema.
 
-    There an array's `enum` lists values of its items. In a JSON Schema no array would be one of them.
+    The leaderboard's `enum` of an array lists the values of its items. In a JSON Schema it would list whole arrays.
     """
     kept = {name: value for name, value in schema.items() if name != "optional"}
     kept["type"] = JSON_TYPES.get(schema["type"], schema["type"])
@@ -146,14 +146,13 @@ def _judge_calls(problem: Problem, text: str) -> Grade:
     try:
         check_calls(reference["functions"], _calls(text), right)
     except WrongCall as error:
-        detail = str(error)[:MAX_DETAIL].encode("utf-8", "backslashreplace").decode()
+        detail = str(error)[:MAX_DETAIL].encode("utf-8", "backslashreplace").decode()  # JSON may spell lone surrogates
         return Grade(correct=False, reason="wrong", detail=detail)
     return Grade(correct=True, reason="passed")
 
 
 def _judge_relevance(is_right: bool, _problem: Problem, text: str) -> Grade:
-    """Whether an answer has a call where a call is right, and none where none is. A call that cannot be read is
-    none."""
+    """Whether an answer has a call exactly if a call is right. A call that cannot be read does not count."""
     try:
         has_call = bool(_calls(text))
     except WrongCall:
