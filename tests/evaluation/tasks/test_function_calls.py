@@ -165,7 +165,7 @@ def test_an_endpoint_is_not_asked_without_a_grammar(tmp_path: Path) -> None:
         inputs = ask(problems, find_recipe("own"), examples=None, max_tokens=None)
         asked.append(AskedTask(problem_set=problems, inputs=inputs))
     assert endpoint_notes(endpoint, asked[:1])
-    with pytest.raises(ValueError, match="ask it bfcl:irrelevance"):
+    with pytest.raises(ValueError, match="give bfcl:irrelevance"):
         endpoint_notes(endpoint, asked)
 
 
