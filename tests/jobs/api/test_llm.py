@@ -226,7 +226,7 @@ def test_structured_answers_and_tools(llm: LLM) -> None:
         ({"buffer_size": 9}, "buffer_size=9"),
         ({"method": "multy"}, "unknown method 'multy'; is 'multi' meant?"),
         ({"max_tokens": 10**6}, "max_tokens=995 fits|max_tokens=.* fits"),
-        ({"max_tokens": 5, "max_new_tokens": 6}, "max_new_tokens=6 is max_tokens"),
+        ({"max_tokens": 5, "max_new_tokens": 6}, "max_new_tokens=6 is another name of max_tokens"),
         ({"n": 0}, "n=0 must be a whole number of at least 1"),
         ({"schema": 3}, "schema: 3 is no JSON schema"),
         ({"tools": [len]}, "tools: len cannot be described"),
