@@ -245,6 +245,7 @@ def build_parts(
             ar_adapters=adapters.ar_names,
             grammars=grammars,
             draft=draft,
+            batch_invariant=config.batch_invariant,
         ),
         seating=Seating(
             _scheduler(model, config, pool, block_size=block_size, page_size=page_size),

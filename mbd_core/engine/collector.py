@@ -88,6 +88,8 @@ class Collector:
         if is_read and not self._follows_unread:
             seconds = now - max(step.plan.started_at, self._last_end)
             self._pacer.observe(step.plan.chunks, decodes=decodes, seconds=seconds)
+            if step.planned is not None and step.report is None and not step.plan.chunks:
+                self._seating.planned.observe(seconds)
             if self._drafting is not None and self._drafted_step is not None:
                 self._drafting.observe(self._drafted_step, seconds)
         self._drafted_step = None

@@ -11,8 +11,6 @@ from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 
 from torch import Tensor
 
-from mbd_core.engine.step.steering import Decision
-
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
@@ -91,7 +89,7 @@ class Ranks(Protocol):
     def each(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Rank 0's tensors by name, one after the other, on every rank; every rank takes them all."""
 
-    def share(self, decide: Callable[[], list[Decision]]) -> list[Decision]:
+    def share(self, decide: Callable[[], list[T]]) -> list[T]:
         """The decisions of rank 0's host within a step, on every rank."""
 
 
@@ -107,5 +105,5 @@ class Alone:
     def each(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         return iter(tensors)
 
-    def share(self, decide: Callable[[], list[Decision]]) -> list[Decision]:
+    def share(self, decide: Callable[[], list[T]]) -> list[T]:
         return decide()

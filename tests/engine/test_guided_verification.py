@@ -22,12 +22,14 @@ from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.decoding.blocks.verify_config import Verify
+from mbd_core.decoding.causal.verified import DraftRound
 from mbd_core.decoding.grammar.grammar import Grammar
 from mbd_core.decoding.grammar.guide import Guide
 from mbd_core.decoding.grammar.matchers import compile_grammar
 from mbd_core.engine import engine as engine_module
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
+from mbd_core.engine.schedule.draft_lengths import ConfirmedRates, DraftLengths
 from mbd_core.engine.sequences.admission import RequestRefused
 from mbd_core.models.decoder import Decoder, init_weights
 from mbd_core.serving.tokens.load import LoadedModel, load_engine
@@ -110,6 +112,25 @@ def test_answers_are_those_of_block_size_1_alone_batched_and_preempted(loaded: L
     alone = [loaded.engine.generate([with_slots(request, 2)])[0] for request in requests]
     assert [o.piece for o in alone] == [o.piece for o in loaded.engine.generate([with_slots(r, 2) for r in requests])]
     assert max(forwards) < sum(o.counts.num_forwards for o in wanted)
+
+
+def test_answers_are_the_same_whatever_number_of_blocks_is_drafted(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [request for request, _ in asked_schemas(loaded, 4)]
+    wanted = loaded.engine.generate(requests)
+    rng, chosen = random.Random(0), set[int]()
+
+    def choose(self: DraftLengths, rounds: list[DraftRound], rates: ConfirmedRates, *, num_running: int) -> int:
+        number = rng.randint(1, len(rounds))
+        chosen.add(number)
+        return number
+
+    monkeypatch.setattr(DraftLengths, "choose", choose)
+    measured = DecodingConfig(block_size=B, buffer_size=3, verify=dataclasses.replace(EXACT, slots="measured"))
+    found = loaded.engine.generate([dataclasses.replace(r, decoding=measured) for r in requests])
+    assert [(o.tokens, o.finish_reason) for o in found] == [(o.tokens, o.finish_reason) for o in wanted]
+    assert chosen == {1, 2, 3}
 
 
 @pytest.mark.parametrize("shift", [False, True])

@@ -173,6 +173,13 @@ class DecodingConfig:
                 self._only(set(FIELDS_WITH["verify"]) - set(OF_ONE_SLOT), "verify.draft_model")
             if self.verify.exact:
                 self._only(set(FIELDS_WITH["verify"]) - set(REPLACED_BY_EXACT), "verify.exact")
+            if self.verify.slots == "measured":
+                self._only(set(FIELDS_WITH["verify"]) - {"tau_add"}, "verify.slots='measured'")
+                if self.buffer_size == 1:
+                    raise ValueError(
+                        "verify.slots='measured' chooses among several blocks, but buffer_size=1; let buffer_size be "
+                        "2 or more"
+                    )
             if self.buffer_size > 1:
                 self._check_verified_slots(self.verify)
         if self.soft and (self.tokens_per_step > 1 or self.fallback != "confidence"):
@@ -322,7 +329,8 @@ def decoding_config(defaults: Mapping[str, Any], overrides: Mapping[str, Any], *
         if defaults.get("verify") is None:
             values.pop("buffer_size", None)  # the slots of MultiBD
         if isinstance(verify, Mapping) and verify.get("exact"):
-            values = {k: v for k, v in values.items() if k not in REPLACED_BY_EXACT}
+            replaced = {*REPLACED_BY_EXACT, *(("tau_add",) if verify.get("slots") == "measured" else ())}
+            values = {k: v for k, v in values.items() if k not in replaced}
     if overrides.get("entropy") is not None:
         values = {k: v for k, v in values.items() if k not in REPLACED_BY_ENTROPY}
     elif set(overrides) & set(REPLACED_BY_ENTROPY):

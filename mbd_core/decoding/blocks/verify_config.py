@@ -13,6 +13,7 @@ from mbd_core.fields import MOST, Ge, Gt, Le, check_effects, configuration
 
 Route = Literal["span", "score", "hysteresis"]
 VerifyOrder = Literal["block", "causal"]
+DraftedSlots = Literal["all", "measured"]
 
 
 @configuration()
@@ -55,6 +56,11 @@ class Verify:
     """The answer is that of the same model at block size 1: the same tokens if it is greedy, the same distribution if
     it is drawn. Every draft is verified. A greedy draft is kept up to its first token that is not the judgement's
     likeliest, without that token. Needs store=causal."""
+    slots: DraftedSlots = "all"
+    """exact: how many of the `buffer_size` blocks are drafted at once. all: every block that may begin (`tau_add`).
+    measured: as many as promise the most tokens a second, by the drafts that were confirmed and by the seconds of
+    measured steps. A greedy answer stays the same. A drawn answer keeps its distribution, but `seed` does not repeat
+    it."""
     draft_model: bool = False
     """The engine's draft model drafts, in blocks of its own size; the model judges, by its autoregressive mode if it
     has one, else at block size 1. Needs exact."""
@@ -68,6 +74,13 @@ class Verify:
             )
         if self.lead == "causal" and self.store != "causal":
             raise ValueError("verify.lead='causal' needs keys of that order; let verify.store be causal too")
+        if self.slots == "measured" and not self.exact:
+            raise ValueError(
+                "verify.slots='measured' needs verify.exact=True and verify.store='causal', because other answers "
+                "depend on the number of blocks; add them"
+            )
+        if self.slots == "measured" and self.draft_model:
+            raise ValueError("verify.slots='measured' takes no draft model yet; leave out slots or draft_model")
         if self.draft_model and not self.exact:
             raise ValueError("verify.draft_model=True needs verify.exact=True and verify.store='causal'; add them")
         if self.exact:

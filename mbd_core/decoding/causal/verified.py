@@ -22,6 +22,7 @@ forwards are counted, because a position's drafts in two forwards must differ.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -44,6 +45,15 @@ from mbd_core.decoding.causal.prefix import PrefixDecoder, guessed
 from mbd_core.decoding.causal.verified_block import Span, VerifiedBlock
 
 VerifyPhase = Literal["draft", "judge", "store"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftRound:
+    """A draft that may come next, and its judgement: the masks of each block, and the positions of both forwards."""
+
+    masks: tuple[int, ...]
+    num_drafted: int
+    num_judged: int
 
 
 class VerifyingDecoder(PrefixDecoder):
@@ -78,6 +88,35 @@ class VerifyingDecoder(PrefixDecoder):
     def judged_positions(self) -> list[int]:
         """The positions whose drafts the next forward judges."""
         return [p for block, span in self._spans() for p in range(block.start + span.start, block.start + span.stop)]
+
+    @property
+    def rounds(self) -> list[DraftRound]:
+        """The choices of the next forward's draft: one block, two, ...; none unless the engine chooses it now
+        (`Verify.slots`)."""
+        active = self._active_blocks
+        if self._rule.slots == "all" or self.done or self.phase == "judge" or not active:
+            return []
+        num_final = len(self._blocks) - len(active)
+        first, room = active[0], self._decoding.buffer_size - num_final
+        starts = range(first.start + self._size, self._end, self._size)[: room - 1]
+        masks = [len(first.open), *(min(self._size, self._end - start) for start in starts)]
+        rounds = []
+        for number in range(1, len(masks) + 1):
+            positions = (num_final + number) * self._size
+            drafted = tuple(masks[:number])
+            rounds.append(DraftRound(masks=drafted, num_drafted=positions, num_judged=positions + sum(drafted)))
+        return rounds
+
+    def draft_blocks(self, number: int) -> None:
+        """The next draft has this number of blocks, one of the choices of `rounds`."""
+        for _ in range(len(self._active_blocks) - number):
+            self._blocks.pop()  # behind a block with masks an exact answer has none but masks
+        for _ in range(number - len(self._active_blocks)):
+            self._begin_block([], [])
+
+    @property
+    def _active_blocks(self) -> list[VerifiedBlock]:
+        return [block for block in self._blocks if not block.is_final]
 
     def plan(self) -> CanvasPlan:
         if self.phase == "judge":
@@ -343,17 +382,21 @@ class VerifyingDecoder(PrefixDecoder):
                 return
 
     def _activate(self, seed: list[int], log_probs: list[float]) -> None:
-        """Begins the next block if it may begin (Alg. 4 line 5): known tokens that are not stored, the seed, masks up
-        to the answer's end and beyond."""
-        start = self._front + len(self._blocks) * self._size
-        active = [block for block in self._blocks if not block.is_final]
+        """Begins the next block if it may begin (Alg. 4 line 5). If the engine chooses the draft's blocks, only the
+        first of them begins here."""
+        active = self._active_blocks
         if (
             len(self._blocks) == self._decoding.buffer_size
-            or start >= self._end
+            or self._front + len(self._blocks) * self._size >= self._end
             or any(block.span is not None or block.has_any_end(self._ends) for block in self._blocks)
-            or (active and active[-1].progress <= self._decoding.tau_add)
+            or (active and (self._rule.slots != "all" or active[-1].progress <= self._decoding.tau_add))
         ):
             return
+        self._begin_block(seed, log_probs)
+
+    def _begin_block(self, seed: list[int], log_probs: list[float]) -> None:
+        """A block of known tokens that are not stored, the seed, masks up to the answer's end and beyond."""
+        start = self._front + len(self._blocks) * self._size
         known = [*self._all[start:], *seed]
         block = VerifiedBlock(
             start,

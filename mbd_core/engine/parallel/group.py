@@ -29,7 +29,6 @@ from torch import Tensor
 
 from mbd_core.engine.build import fitting_pages
 from mbd_core.engine.config import EngineConfig
-from mbd_core.engine.step.steering import Decision
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.shard import Shard
 
@@ -178,10 +177,10 @@ class Group:
                 raise ValueError(f"rank {rank}: {reason}")
         return value
 
-    def share(self, decide: Callable[[], list[Decision]]) -> list[Decision]:
+    def share(self, decide: Callable[[], list[T]]) -> list[T]:
         """Rank 0's decisions, on every rank; the other ranks decide nothing."""
         if self.rank.rank != 0:
-            decisions: list[Decision] = self.receive()
+            decisions: list[T] = self.receive()
             return decisions
         decisions = decide()
         self.broadcast(decisions)

@@ -76,6 +76,7 @@ class Admission:
     ar_adapters    names of the adapters with which the model has an autoregressive mode
     grammars       whether the engine can compile grammars
     draft          the engine's draft model, if it has one
+    batch_invariant  whether no answer may depend on the load
     """
 
     def __init__(
@@ -92,8 +93,9 @@ class Admission:
         ar_adapters: Set[str] = frozenset(),
         grammars: bool = False,
         draft: ModelConfig | None = None,
+        batch_invariant: bool = False,
     ) -> None:
-        self._draft = draft
+        self._draft, self._batch_invariant = draft, batch_invariant
         self._adapters: Set[str] | None = adapters
         self._ar_adapters = ar_adapters
         self.max_positions = max_positions
@@ -378,6 +380,11 @@ class Admission:
                 "the model's own probabilities; leave them out"
             )
         assert decoding.verify is not None
+        if decoding.verify.slots == "measured" and request.sampling.draws and self._batch_invariant:
+            raise ValueError(
+                f"verify.slots='measured' draws other tokens at another load, and this engine is batch_invariant; let "
+                f"verify.slots be all, or temperature be 0 instead of {request.sampling.temperature:g}"
+            )
         if decoding.verify.draft_model:
             if self._draft is None:
                 raise ValueError(

@@ -7,6 +7,7 @@ Shape legend: K rows, T packed tokens, P pages a row, A positions asked for, D h
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,9 +27,11 @@ from mbd_core.decoding.canvas.plan import (
 from mbd_core.decoding.canvas.unmasking import guess
 from mbd_core.decoding.causal.drafted import DraftedDecoder, DraftPair
 from mbd_core.decoding.causal.planned import planned_decoder
+from mbd_core.decoding.causal.verified import VerifyingDecoder
 from mbd_core.decoding.grammar.closings import Search
 from mbd_core.decoding.grammar.guide import Guide
 from mbd_core.engine.memory.pages import PagedKVCache
+from mbd_core.engine.schedule.draft_lengths import ConfirmedRates, DraftLengths
 from mbd_core.engine.schedule.drafting import DraftChoices, StepLoad
 from mbd_core.engine.sequences.sequence import SequenceState
 from mbd_core.engine.step.batch import BatchRows, to_device
@@ -43,6 +46,8 @@ from mbd_core.models.model_config import ModelConfig
 class PlannedRun:
     """One running request, its decoder and the plan of its next forward; the pages of each lane are (lanes, P).
 
+    rates          the chances that its drafted tokens are confirmed
+    measured       the decoder, if the engine chooses the blocks of its drafts
     may_draft      whether the engine chooses between drafts and single tokens, which give the same answer
     num_positions  positions of the plan
     """
@@ -50,14 +55,19 @@ class PlannedRun:
     sequence: SequenceState
     decoder: PlannedDecoder
     device: torch.device
+    rates: ConfirmedRates
     plan: CanvasPlan = field(default_factory=lambda: CanvasPlan([], []))
     reader: ReadingDecoder | None = field(init=False)  # the decoder, if it reads its logits itself
+    measured: VerifyingDecoder | None = field(init=False)
     may_draft: bool = field(init=False)
     num_positions: int = 0
     _lanes_LP: Tensor = field(default_factory=lambda: torch.zeros((0, 0), dtype=torch.int64))
 
     def __post_init__(self) -> None:
         self.reader = self.decoder if isinstance(self.decoder, ReadingDecoder) else None
+        rule, decoder = self.sequence.request.decoding.verify, self.decoder
+        is_measured = rule is not None and rule.slots == "measured"
+        self.measured = decoder if is_measured and isinstance(decoder, VerifyingDecoder) else None
         self.may_draft = self.decoder.draft_length > 1 and self.sequence.request.decoding.adaptive
 
     @property
@@ -77,6 +87,8 @@ class PlannedRuns:
         self._config, self._cache, self._pair = config, cache, pair
         self._vocab = vocab
         self._runs: dict[int, PlannedRun] = {}
+        self._lengths = DraftLengths()
+        self._measured_positions = 0  # of the last forward, if the engine chooses the drafts of some request in it
 
     def join(self, sequence: SequenceState) -> None:
         """Begins a sequence in its row. After a preemption a canvas begins anew, because its keys are gone. A decoder
@@ -92,7 +104,7 @@ class PlannedRuns:
         if isinstance(decoder, DraftedDecoder):
             decoder.forget_keys()
         sequence.decoder = None if sequence.is_canvas else decoder
-        self._runs[sequence.row] = PlannedRun(sequence, decoder, self._cache.k.device)
+        self._runs[sequence.row] = PlannedRun(sequence, decoder, self._cache.k.device, self._lengths.rates_of_answer())
         sequence.seated = True
 
     def leave(self, row: int) -> None:
@@ -210,6 +222,7 @@ class PlannedRuns:
     ) -> list[tuple[PlannedRun, CanvasUpdate]]:
         """Hands every decoder its part of the logits (A, V) of `rows()`, or its own reading of them; returns each
         decoder's update. Guides of answers under a grammar decide on one rank; `tries` bounds their work."""
+        self._measured_positions = 0
         if not isinstance(planned, Tensor):
             pairs = zip(self.running, planned, strict=True)
             return [(run, run.reader.take(r)) for run, r in pairs if run.reader is not None]
@@ -218,10 +231,36 @@ class PlannedRuns:
         open_logits = [run.decoder.open_logits([next(parts) for _ in run.plan.queries]) for run in runs]
         guesses = guess(open_logits) if open_logits else []
         decided = _decided(list(zip(runs, guesses, strict=True)), share, tries)
-        return [
+        updates = [
             (run, run.decoder.accept(o, g) if choice is None else _guided(run).accept_decided(o, g, choice))
             for run, o, g, choice in zip(runs, open_logits, guesses, decided, strict=True)
         ]
+        if any(run.measured for run in runs):
+            self._choose_lengths(updates, share)
+        return updates
+
+    def _choose_lengths(self, updates: list[tuple[PlannedRun, CanvasUpdate]], share: SharedWork) -> None:
+        """Counts the judged drafts, and chooses the blocks of drafts that come next, by rank 0's measures."""
+        self._measured_positions = sum(run.num_positions for run, _ in updates)
+        asked = []
+        for run, update in updates:
+            if run.measured is None:
+                continue
+            if update.drafted:
+                ends = run.sequence.request.ends(self._config.eos_token_ids)
+                run.rates.observe(update.slots, ends)
+                self._lengths.rates.observe(update.slots, ends)
+            if rounds := run.measured.rounds:
+                asked.append((run, run.measured, rounds))
+        choose = partial(self._lengths.choose, num_running=len(updates))
+        numbers = share(lambda: [choose(rounds, run.rates) for run, _, rounds in asked])
+        for (_, decoder, _), number in zip(asked, numbers, strict=True):
+            decoder.draft_blocks(number)
+
+    def observe(self, seconds: float) -> None:
+        """The last forward, of planned rows alone, took `seconds`."""
+        if self._measured_positions:
+            self._lengths.seconds.observe(self._measured_positions, seconds)
 
     @property
     def num_asked(self) -> list[int]:

@@ -14,6 +14,7 @@ Shape legend: R rows, N slots, B block size, A positions with logits, V vocabula
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +27,8 @@ from mbd_core.decoding.blocks.sampling import FORBIDDEN, Draw, Vocab, allowed_al
 from mbd_core.decoding.grammar.closings import Search
 from mbd_core.decoding.grammar.guide import AllowedToken, Guide, GuideState, Pick
 from mbd_core.engine.sequences.sequence import SequenceState, TextScores
+
+T = TypeVar("T")
 
 LogitsOf = Callable[[slice], Tensor]
 
@@ -71,8 +74,10 @@ class Decision:
     ended: bool = False
 
 
-SharedWork = Callable[[Callable[[], list[Decision]]], list[Decision]]
-"""Calls the deciding function, or takes the decisions of the rank that called it."""
+class SharedWork(Protocol):
+    """Calls the deciding function, or takes the decisions of the rank that called it."""
+
+    def __call__(self, decide: Callable[[], list[T]], /) -> list[T]: ...
 
 
 class Steering:

@@ -1,6 +1,7 @@
 """What the host decides within a step (grammars, templates, scores) is the same over two ranks as over one."""
 
 import json
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +13,11 @@ from small_groups import gist
 
 from mbd_core.decoding.blocks.request import Output, Request
 from mbd_core.decoding.blocks.sampling_config import Sampling
+from mbd_core.decoding.causal.verified import DraftRound
 from mbd_core.decoding.grammar.grammar import Grammar
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
+from mbd_core.engine.schedule.draft_lengths import ConfirmedRates, DraftLengths
 from mbd_core.engine.sequences.admission import RequestRefused
 from mbd_core.serving.tokens.load import LoadedModel, load_engine
 
@@ -73,7 +76,7 @@ def asked(loaded: LoadedModel, name: str, **changes: Any) -> Request:
         "decoding": loaded.decoding({"buffer_size": 3, "tau_m2t": 0.2, "tau_add": 0.1, "t2t": None, "soft": None}),
         "logprobs": True,
     }
-    return Request(request_id=name, **fields | KINDS[name] | changes)
+    return Request(**{"request_id": name} | fields | KINDS[name] | changes)
 
 
 def serve(engine: Engine, requests: list[Request]) -> dict[str, Output]:
@@ -133,3 +136,29 @@ def test_a_grammar_that_is_refused_reaches_no_follower(one_rank: LoadedModel, tw
         two_ranks.engine.add(asked(one_rank, "schema", grammar=Grammar(syntax="json_schema", text='{"$ref": "#"}')))
     request = asked(one_rank, "regex")
     assert gist(two_ranks.engine.generate([request])[0]) == gist(one_rank.engine.generate([request])[0])
+
+
+def test_ranks_draft_as_many_blocks_as_rank_0_chooses(
+    one_rank: LoadedModel, two_ranks: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only rank 0's choice is patched; another rank's own measures would give it rows of another length."""
+    rng, chosen = random.Random(1), set[int]()
+
+    def choose(self: DraftLengths, rounds: list[DraftRound], rates: ConfirmedRates, *, num_running: int) -> int:
+        number = rng.randint(1, len(rounds))
+        chosen.add(number)
+        return number
+
+    monkeypatch.setattr(DraftLengths, "choose", choose)
+    exact = {"exact": True, "store": "causal"}
+    of_one, measured = (
+        one_rank.decoding({"buffer_size": slots, "verify": verify})
+        for slots, verify in ((1, exact), (3, exact | {"slots": "measured"}))
+    )
+    requests = [asked(one_rank, "plain", request_id=f"r{n}", prompt=tuple(range(20, 29 + n))) for n in range(6)]
+    wanted = serve(one_rank.engine, [replace(r, decoding=of_one) for r in requests])
+    found = serve(two_ranks.engine, [replace(r, decoding=measured) for r in requests])
+    assert {name: o.tokens for name, o in found.items() if name != "aborted"} == {
+        name: o.tokens for name, o in wanted.items() if name != "aborted"
+    }
+    assert chosen == {1, 2, 3}
