@@ -49,7 +49,6 @@ class Trace:
         *,
         name: str,
         note: str,
-        block_size: int,
         prompt: Sequence[int],
         num_tokens: int,
         ended: bool,
@@ -58,6 +57,7 @@ class Trace:
         """The trace of an answer's frames, `None` if there are no frames."""
         if not frames:
             return None
+        block_size = max(len(slot.tokens) for frame in frames for slot in frame.slots)  # a draft model has its own
         side = frame_side(frames, name=name, block_size=block_size, prompt=prompt, num_tokens=num_tokens, ended=ended)
         texts = {token: decode([token]) for token in sorted(used_tokens([side]))}
         page = replay_page([side], title=f"{name}: one request, forward by forward", note=note, texts=texts)

@@ -244,11 +244,11 @@ class LLM:
 
     def _answer(self, reply: TracedReply, prompt: Any) -> Answer:
         answer, loaded = Answer.of(reply.completion), self._session.service.loaded
+        draft = reply.completion["mbd"].get("draft_model")
         trace = Trace.of(
             reply.frames,
-            name=self._name,
+            name=self._name if draft is None else f"{self._name} (drafts of {draft})",
             note=_note(prompt),
-            block_size=loaded.engine.block_size,
             prompt=answer.prompt_tokens,
             num_tokens=len(answer.tokens),
             ended=answer.finish_reason != "length",

@@ -76,7 +76,8 @@ class Reply:
     """The fields that all JSON objects of one answer share; its methods build the objects.
 
     Choices are numbered prompt by prompt, `num_choices` for each. `seed` is set if tokens are sampled. `speed` is set
-    if the request has a speed: the speed of the chosen point of the model's front. `notes` names fields without
+    if the request has a speed: the speed of the chosen point of the model's front. `draft_model` is set if another
+    model drafts. `notes` names fields without
     effect. Arguments `counts` hold the counts of each choice, in order.
     """
 
@@ -87,6 +88,7 @@ class Reply:
     num_choices: int = 1
     seed: int | None = None
     speed: float | None = None
+    draft_model: str | None = None
     notes: Sequence[str] = ()
 
     def full(
@@ -176,6 +178,8 @@ class Reply:
 
     def frame(self, fields: FrameFields) -> FrameEvent:
         """The data of a provisional event."""
+        if self.draft_model is not None:
+            fields = {**fields, "draft_model": self.draft_model}
         return {
             "id": self.id,
             "object": "mbd.frame",
@@ -214,6 +218,8 @@ class Reply:
             measures["seed"] = self.seed
         if self.speed is not None:
             measures["speed"] = self.speed
+        if self.draft_model is not None:
+            measures["draft_model"] = self.draft_model
         if self.notes:
             measures["notes"] = list(self.notes)
         return measures

@@ -144,6 +144,8 @@ class Measures(TypedDict):
     """if tokens were sampled"""
     speed: NotRequired[float]
     """if the request has a speed: the speed of the chosen point"""
+    draft_model: NotRequired[str]
+    """if another model drafted: its name"""
     notes: NotRequired[list[str]]
     """fields of the request that have no effect, each with its reason"""
 
@@ -286,6 +288,8 @@ class FrameFields(TypedDict):
     """of the buffer"""
     slots: list["SlotFields"]
     """the slots with a block"""
+    draft_model: NotRequired[str]
+    """if another model drafts: its name"""
 
 
 class SlotFields(TypedDict):

@@ -117,7 +117,8 @@ class Side {
   get summary() {
     if (!this.mbd) return `${this.name} was stopped`;
     const judged = this.mbd.num_drafted_tokens;
-    const verdict = judged ? `, ${this.mbd.num_confirmed_tokens} of ${judged} drafted tokens confirmed` : "";
+    const by = this.mbd.draft_model ? ` (drafts of ${this.mbd.draft_model})` : "";
+    const verdict = judged ? `, ${this.mbd.num_confirmed_tokens} of ${judged} drafted tokens confirmed${by}` : "";
     return `${this.name}: ${this.mbd.num_tokens} tokens in ${this.mbd.num_forwards} forwards, ${this.mbd.tpf.toFixed(2)} per forward${verdict}`;
   }
 }

@@ -45,6 +45,7 @@ class EngineService(ChangingEngine):
     def limits(self) -> EngineLimits:
         """The limits that senders of requests need."""
         engine = self.loaded.engine
+        draft = engine.config.draft_model
         return EngineLimits(
             admission=engine.admission,
             block_size=engine.block_size,
@@ -52,6 +53,7 @@ class EngineService(ChangingEngine):
             sampling=self._sampling,
             rows=engine.config.max_rows,
             capacity=self.engine.capacity,
+            draft_model=None if draft is None else Path(draft).name,
         )
 
     def served_model(self) -> ServedModel:

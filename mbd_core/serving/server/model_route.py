@@ -252,6 +252,7 @@ class ModelRoute:
     def _reply(self, body: "TokenizedBody") -> Reply:
         api_request, chat = body.api_request, isinstance(body.api_request, ChatRequest)
         new_id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+        rule = body.requests[0].decoding.verify
         return Reply(
             id=new_id if api_request.resume is None else api_request.resume.id,
             created=int(time.time()),
@@ -260,6 +261,7 @@ class ModelRoute:
             num_choices=api_request.num_choices,
             seed=body.seed if api_request.draws else None,
             speed=None if api_request.speed is None else self.point(api_request.speed)[0],
+            draft_model=self.model.limits.draft_model if rule is not None and rule.draft_model else None,
             notes=self.notes(api_request),
         )
 

@@ -26,6 +26,7 @@ class EngineLimits:
     sampling    the model's defaults for sampling and `max_tokens` of a request (`sampling_defaults`)
     rows        sequences decoded at once
     capacity    requests that may run and wait together
+    draft_model  the name of its draft model, if it has one
     """
 
     admission: Admission
@@ -34,6 +35,7 @@ class EngineLimits:
     sampling: Mapping[str, float]
     rows: int
     capacity: int
+    draft_model: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

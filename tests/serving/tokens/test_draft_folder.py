@@ -1,10 +1,14 @@
 """A folder whose model drafts for another's: what fits is loaded and decodes, what does not is one sentence."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from local_server import MODEL, LocalServer, ask, run
 
+from mbd_core import LLM
 from mbd_core.checkpoint.config import load_config
 from mbd_core.checkpoint.saving import save_model
 from mbd_core.checkpoint.tokenizer import load_tokenizer
@@ -12,6 +16,7 @@ from mbd_core.decoding.blocks.request import Request
 from mbd_core.engine.config import EngineConfig
 from mbd_core.models.decoder import Decoder, init_weights
 from mbd_core.models.model_config import NO_MASK
+from mbd_core.serving.server.engine_service import EngineService
 from mbd_core.serving.tokens.endpoint_args import EndpointArgs
 from mbd_core.serving.tokens.load import load_engine
 from mbd_core.tasks.tiny_tokenizer import train_tokenizer
@@ -79,3 +84,27 @@ def test_what_does_not_fit_is_one_sentence(large: Path, tiny_model_dir: Path, tm
         with pytest.raises(ValueError, match=message):
             EndpointArgs(model=str(large), engine=engine, tensor_parallel=ranks).checked()
         assert "\n" not in str(refused.value)
+
+
+def test_replies_and_frames_name_the_draft_model(large: Path, tiny_model_dir: Path) -> None:
+    """Where it drafts, and only there; the notebook's page of an answer names it too."""
+    engine = replace(SMALL, draft_model=str(tiny_model_dir), buffer_size=4)
+    server = LocalServer(EngineService(EndpointArgs(model=str(large), name=MODEL, engine=engine)))
+    alone = {"decoding": {"causal": {"method": "ar"}}}
+
+    async def scenario() -> list[list[dict[str, Any]]]:
+        return [await ask(server, "complete", **fields) for fields in ({}, alone, {"stream": True, "frames": True})]
+
+    (drafted,), (single,), events = run(server, scenario)
+    assert drafted["mbd"]["draft_model"] == tiny_model_dir.name and "draft_model" not in single["mbd"]
+    assert drafted["choices"] == single["choices"]
+    frames = [event["frame"] for event in events if "frame" in event]
+    assert frames and all(frame["draft_model"] == tiny_model_dir.name for frame in frames)
+    with LLM(str(large), draft_model=str(tiny_model_dir), max_rows=2, num_pages=40) as llm:
+        answer = llm.generate("Tom has 3 apples.", max_tokens=30, trace=True)
+    assert answer.trace is not None
+    assert f"{large.name} (drafts of {tiny_model_dir.name})" in answer.trace.page
+    data = answer.trace.page.partition('<script id="data" type="application/json">')[2].partition("</script>")[0]
+    (side,) = json.loads(data)["sides"]
+    size = load_config(tiny_model_dir).block_size
+    assert side["block_size"] == size and len(side["frames"][0]["slots"][0]["tokens"]) == size
