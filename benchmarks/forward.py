@@ -1,6 +1,6 @@
-"""An autoregressive model's forward and step in the engine, beside transformers' forward of as many tokens.
+"""An autoregressive model's forward and step in the engine, beside transformers' forward of the same tokens.
 
-Every forward stands behind `prefix` stored tokens and gives logits at all its tokens.
+Every forward follows `prefix` stored tokens and gives logits at all its tokens.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -44,8 +44,8 @@ def measure_forwards(
 ) -> list[dict[str, Any]]:
     """A row for each case, medians of `repeats` rounds in which step, forward and transformers take turns.
 
-    Steps decode one token of each row. Beside int8, transformers computes in the dtype of `auto`. Raises `ValueError`
-    for a model that is not autoregressive.
+    Steps decode one token of each row. If `dtype` is int8, transformers computes in the dtype of `auto`. Raises
+    `ValueError` for a model that is not autoregressive.
     """
     contents, cpu = read_folder(folder), torch.device("cpu")
     if contents.config.has_mask:
@@ -59,7 +59,7 @@ def measure_forwards(
             if tokens == 1:
                 runs |= _decoding(loaded, num_rows, prefix, repeats)
             else:
-                runs["forward"] = _forward_behind(loaded.engine, prefix, tokens)
+                runs["forward"] = _forward_after(loaded.engine, prefix, tokens)
             times = median_times(interleaved({n: timed(f) for n, f in runs.items()}, repeats=repeats, after=tick))
             loaded.engine.abort_all()
             row = {"dtype": dtype, "rows": num_rows, "tokens": tokens}
@@ -91,7 +91,7 @@ def _by_transformers(network: PreTrainedModel, rows: int, prefix: int, tokens: i
 
 
 def _decoding(loaded: LoadedModel, rows: int, prefix: int, steps: int) -> dict[str, Callable[[], object]]:
-    """The engine's step with `rows` requests behind their prompts, and the bare forward of its last batch."""
+    """The engine's step with `rows` requests whose prompts are stored, and the bare forward of its last batch."""
     engine = loaded.engine
     for row in range(rows):
         engine.add(
@@ -114,8 +114,8 @@ def _last(engine: Engine) -> Any:
     return engine.runner.last_batch
 
 
-def _forward_behind(engine: Engine, prefix: int, tokens: int) -> Callable[[], object]:
-    """The bare forward of one causal row behind `prefix` keys, whatever they are."""
+def _forward_after(engine: Engine, prefix: int, tokens: int) -> Callable[[], object]:
+    """The bare forward of one causal row after `prefix` keys of any value."""
     end = prefix + tokens
     rows = BatchRows(
         tokens_T=torch.ones(tokens, dtype=torch.int64),

@@ -1,4 +1,4 @@
-"""How often the grader of mathematical answers is wrong, beside math-verify alone: right and wrong texts by kind."""
+"""How often the grader of mathematical answers and math-verify are wrong, on right and wrong texts of many kinds."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from mbd_core.fields import DATA, OUTPUT, Flag, Ge
 from mbd_core.files import check_new_file, write_json
 
 FILES = {"gsm8k": "gsm8k/test.jsonl", "math500": "math500/test.jsonl"}
-MOST_TRIES = 200  # golds a text; after these, the golds count as without the form
+MOST_TRIES = 200  # golds that are tried for each wanted text
 COLUMNS = {
     "task": "golds",
     "kind": "texts",
@@ -54,7 +54,7 @@ TOTALS = {
 
 @dataclass(frozen=True, kw_only=True)
 class GraderKind:
-    """A kind of texts: a notation or a place, whether they are right, and the texts with their golds."""
+    """Texts of one notation, or with the answer in one place: pairs of a gold and a text. `is_right` holds for all."""
 
     task: str
     name: str
@@ -74,7 +74,7 @@ def load_golds(task: str, folder: Path | None) -> list[str]:
 
 
 def kinds_of(task: str, golds: Sequence[str], *, number: int, seed: int) -> Iterator[GraderKind]:
-    """Every kind that the golds have, with `number` texts each."""
+    """Every kind of which the golds have texts, with at most `number` texts each."""
     forms: list[tuple[bool, Mapping[str, TextForm]]] = [(True, RIGHT_NUMBERS), (False, WRONG_NUMBERS)]
     if task == "math500":
         forms += [(True, RIGHT_EXPRESSIONS), (False, WRONG_EXPRESSIONS)]
@@ -95,8 +95,8 @@ def kinds_of(task: str, golds: Sequence[str], *, number: int, seed: int) -> Iter
 
 
 def _in_place(place: str, golds: Sequence[str], gold: str, draw: random.Random) -> str | None:
-    """A text with a gold in the place of an answer, and another number before or behind it; only for golds that are
-    numbers."""
+    """A text with a gold in the place of an answer, and another number before or after it; `None` unless the gold
+    is a number."""
     value, other = value_of(gold), value_of(draw.choice(golds))
     if value is None or other is None or value == other or "." in gold or "frac" in gold:
         return None

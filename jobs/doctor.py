@@ -333,7 +333,7 @@ def kv_memory(
     config, total = folder.config.sharded(ranks), None
     page_size = engine.resolve_page_size(engine.block_size or config.block_size)
     page_bytes, longest = bytes_per_page(config, page_size, dtype), longest_in_pages(config, engine, page_size, draft)
-    if draft is not None:  # its weights, and its keys in the same pages
+    if draft is not None:  # the draft has weights of its own, and its keys lie in the same pages
         page_bytes += bytes_per_page(draft, page_size, dtype)
         weight_bytes += planned_bytes(draft, dtype)
     if device.type == "cuda":

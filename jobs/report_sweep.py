@@ -1,4 +1,4 @@
-"""Reports of one sweep and tables of several, made from their rows alone, without a model or a cluster."""
+"""Reports of one sweep and tables of several, made only from their rows, without a model or a cluster."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def transfer(
 
 
 def overlap(folders: Folders, json_file: JsonFile = None) -> None:
-    """How many gsm-mini test problems have an arithmetic chain that occurs in training, and the accuracy without them.
+    """How many gsm-mini test problems have an arithmetic chain that occurs in training, and the accuracy on the rest.
 
     A chain is the sequence of an answer's equations, without the words around them. Problems are not stored: the
     sweeps' test problems and each recipe's training problems are generated again.

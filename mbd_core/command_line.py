@@ -4,10 +4,10 @@
 
     main = command(run)
 
-`Annotated[EngineConfig, Fields("max_rows", "num_pages")]` takes some of the fields alone; `Changes` takes the fields
-that are given, for a configuration that is found later. A parameter's default gives a configuration's fields other
-defaults. A parameter that is a `CommandText` gets the command itself. With `shown` a command has these options alone,
-and `--set PATH=VALUE` for every field. Typer is named here and in jobs/command_line.py alone.
+`Annotated[EngineConfig, Fields("max_rows", "num_pages")]` has options only for these fields. `Changes` passes on the
+given fields, for a configuration that is built later. A parameter's default gives a configuration's fields other
+defaults. A parameter that is a `CommandText` gets the command itself. With `shown` a command has only these options,
+and `--set PATH=VALUE` for every field. Only this file and jobs/command_line.py name Typer.
 
 Exit codes: 0 done, 1 it failed, 2 bad input, in one sentence on stderr and before any work begins, 130 stopped by a
 signal, after the command has cleaned up.
@@ -56,7 +56,8 @@ class CommandText(str):
 
 
 class Fields:
-    """Beside a configuration in `Annotated`: the fields that a command takes, by name; the others keep defaults."""
+    """Beside a configuration in `Annotated`: the names of the fields that a command takes. Other fields keep their
+    defaults."""
 
     def __init__(self, *names: str) -> None:
         self.names = names
@@ -72,7 +73,7 @@ class Changes(Fields):
 
 
 class Command(TyperCommand):
-    """A command whose help has one column of names: a switch's second name stands behind its text."""
+    """A command whose help has one column of names: a switch's second name follows its help text."""
 
     unshown: Mapping[str, str]
     """The paths of the fields that have no option, by the name that the option would have."""
@@ -87,7 +88,7 @@ class Command(TyperCommand):
 
 @dataclass(frozen=True)
 class Main:
-    """A command's entry: the command line, by default the process's own, to the exit code.
+    """A command's entry: it takes a command line (default: the process's) and returns the exit code.
 
     A `ValueError` is bad input (2), an error of `failures` a failure (1); each is one sentence, which only the first
     of torchrun's processes prints. Other errors are defects of ours and keep their traceback.
@@ -105,7 +106,7 @@ class Main:
     failures: tuple[type[Exception], ...] = (RuntimeError, OSError)
 
     def shows(self, item: Field) -> bool:
-        """Whether a field is an option, or `--set` alone changes it."""
+        """Whether a field is an option; `--set` changes the other fields."""
         return self.shown is None or item.path in self.shown
 
     @cached_property
@@ -155,7 +156,7 @@ class Main:
 
 
 def _extra_of(module: str) -> str | None:
-    """The extra of this project that brings a module's package."""
+    """The extra of this project that installs a module's package."""
     package = module.partition(".")[0].replace("_", "-")
     with suppress(importlib.metadata.PackageNotFoundError):
         for requirement in importlib.metadata.requires("mbd-cluster") or ():
@@ -230,7 +231,7 @@ def flag(item: Field) -> str:
 
 
 def _typer_function(run: Callable[..., Any], main: Main) -> Callable[..., Any]:
-    """The function as Typer takes it: each option is a parameter, and the configurations are built of their values."""
+    """The function as Typer takes it: each option is a parameter, and configurations are built from the values."""
     parts = _parts(run)
     items = {_parameter_name(item): item for part, _ in parts.values() for item in part}
     paths = {item.path: item for item in items.values()}
@@ -266,7 +267,8 @@ def _parts(run: Callable[..., Any]) -> dict[str, CommandPart]:
 
 
 def _part(name: str, hint: Any, default: Any) -> CommandPart:
-    """The part of a parameter; the default of a configuration is an instance with other defaults."""
+    """A parameter's options, and how its value is built. A configuration's `default` is an instance, whose values are
+    the options' defaults."""
     marks: tuple[Any, ...] = getattr(hint, "__metadata__", ())
     kind = hint.__origin__ if marks else hint
     default = MISSING if default is inspect.Parameter.empty else default
@@ -339,7 +341,7 @@ def _typer_parameter(item: Field) -> inspect.Parameter:
 
 
 def _python_type(form: Mapping[str, Any]) -> Any:
-    """Typer's type. Typer gets numbers as texts, because its own refusals do not say the value."""
+    """Typer's type. Typer gets numbers as texts, because Typer's refusals do not name the value."""
     if "enum" in form or "const" in form:
         return Literal[tuple(form.get("enum") or [form["const"]])]
     return Path if form.get("format") == "path" else bool if form.get("type") == "boolean" else str

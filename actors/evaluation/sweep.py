@@ -52,8 +52,8 @@ def loader(models: Mapping[str, str], *, tensor_parallel: int, paths: JobPaths =
 class DecodeActor:
     """`DecodeStage` in an actor.
 
-    It is called with a packed part, so that Ray Data neither joins nor splits parts. If its process dies, Ray restarts
-    it and repeats the call. `attempts`, an actor of `Attempts`, limits the repetitions.
+    A call gets one packed part, so that Ray Data neither joins nor splits parts. If the actor's process dies, Ray
+    restarts the actor and repeats the call. `attempts`, an actor of `Attempts`, limits the repetitions.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class RayExecutor:
         self._concurrency = concurrency
 
     def decode(self, tables: Sequence[NumberedTable]) -> Iterator[NumberedTable]:
-        ray.data.DataContext.get_current().enable_progress_bars = False  # the sweep shows one for all its parts
+        ray.data.DataContext.get_current().enable_progress_bars = False  # the sweep shows one bar for all parts
         logging.getLogger("ray.data").setLevel(logging.ERROR)
         engines = self.topology
         attempts = ray.remote(Attempts).options(num_cpus=0, max_restarts=-1, max_task_retries=-1).remote()
@@ -246,6 +246,6 @@ def cluster_errors() -> Iterator[None]:
 
 
 def model_refusal(error: RayTaskError) -> ModelRefused | None:
-    """The `ModelRefused` that an actor raised, read from Ray's text, which has its class and message in one line."""
+    """The `ModelRefused` that an actor raised. One line of Ray's text has the exception's class and message."""
     refusal = re.search(rf"^\S*{ModelRefused.__name__}: (.*)$", str(error), re.MULTILINE)
     return None if refusal is None else ModelRefused(refusal[1])

@@ -4,10 +4,10 @@ The learner is no Ray Train job. Ray Train runs a function to its end and restar
 the driver asks for one update at a time, between other work, and chooses the state from which it continues. The
 learner's actors form a process group, as Ray Train's workers do, and each has a `LearnerState`.
 
-Weights reach the engines as one object of Ray's store, the result of the first learner's call. Each order to an engine
-names this object and its version. An engine without this object, for example after a restart, takes the weights first,
-so no engine decodes with other weights than ordered. The version alone is not enough: a learner that continues from an
-older state repeats version numbers.
+Weights reach the engines as one object of Ray's store, which the first learner returns. Each call of an engine names
+this object and its version. An engine without this object, for example after a restart, takes the weights first. So
+each part is decoded with the weights that its call names. The version is not enough for that: a learner that continues
+from an older state repeats version numbers.
 """
 
 import socket
@@ -42,8 +42,8 @@ from mbd_core.rl.rewards import RewardConfig, score_table
 from mbd_core.rl.rollouts import RolloutEngine
 from mbd_core.storage.folder import Folder
 
-RETRIES = 3  # of a part whose engine's process was lost
-LOST_SECONDS = 60.0  # until a lost machine is known to be lost
+RETRIES = 3  # for a part whose engine's process was lost
+LOST_SECONDS = 60.0  # time in which Ray reports a lost process
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class EngineActor:
         self, model: str, engine: EngineConfig, *, tensor_parallel: int = 1, paths: JobPaths = NO_PATHS
     ) -> None:
         self._engine = RolloutEngine(paths.fetch(model), engine, tensor_parallel=tensor_parallel)
-        self._taken = ""  # the id of its weights' object
+        self._taken = ""  # the id of the object whose weights the engine has
 
     def decode(self, number: int, table: pa.Table, weights: WeightsOrder) -> NumberedTable:
         self._take(weights)
@@ -90,7 +90,7 @@ class LearnerActor:
         self._state: LearnerState | None = None
 
     def address(self) -> str:
-        """The address of this worker, the first, for the others' process group."""
+        """The address at which the workers form their process group. Only the first worker is asked."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
@@ -155,7 +155,7 @@ class Layout:
         shares: bool,
     ) -> "Layout":
         """The layout on the connected cluster. Raises `ClusterTooSmall` if there is no room for all, and `ValueError`
-        for settings with which engines and learners cannot share."""
+        if the settings do not allow engines and learners to share devices."""
         if shares and (recipe.schedule != "sync" or tensor_parallel > 1 or engines != learners):
             raise ValueError(
                 "--share puts one learner beside each engine of one rank, and lets them take turns: it needs the "
@@ -247,7 +247,7 @@ class RayRLExecutor:
         )
 
     def _by_engines(self, method: str, parts: Sequence[NumberedTable]) -> Iterator[NumberedTable]:
-        """Submit the parts to the engines in turn, at once.
+        """Submit all parts at once, to the engines in turn.
 
         Returns an iterator over the results in order of arrival.
         """
@@ -312,7 +312,7 @@ class RayRLExecutor:
         return pairs[0][0]
 
     def _of_learners(self, method: str, *arguments: Any, only_first: bool = False) -> list[Any]:
-        """The results of a method on every worker."""
+        """The results of a method on every worker, or on the first."""
         actors = self._learners[:1] if only_first else self._learners
         return self._finish([getattr(actor, method).remote(*arguments) for actor in actors])
 
@@ -321,7 +321,8 @@ class RayRLExecutor:
         workers, which may wait for the failed one. If a process was lost, all workers are killed, and `LearnerLost` is
         raised.
 
-        Workers beside a lost process may fail before Ray reports the loss, so a `RuntimeError` waits for Ray's report.
+        When a process is lost, the other workers may fail before Ray reports the loss. So a `RuntimeError` is raised
+        only after a wait for such a report.
         """
         waiting = list(references)
         try:

@@ -30,7 +30,7 @@ def build(args: dict[str, Any]) -> serve.Application:
 
 
 def model_paths_of(args: ServingArgs) -> list[OpenedPath]:
-    """Every path and URL of a model, of its adapters and of its other weights, by its place in `args`."""
+    """Every path and URL of a model, its draft model, its adapters and its other weights, by its place in `args`."""
     paths = []
     for number, model in enumerate(args.models):
         place = f"models[{number}]"
@@ -43,12 +43,12 @@ def model_paths_of(args: ServingArgs) -> list[OpenedPath]:
 
 
 def application(args: ServingArgs, paths: JobPaths = NO_PATHS) -> serve.Application:
-    """The Serve application. The models' folders are read where the replicas and gateways run, not here; `paths` say
-    where these find them."""
+    """The Serve application. The models' folders are read by the replicas and gateways, not here; `paths` say where
+    each node finds the folders."""
     fixed_args = replace(args, models=[model.without_content() for model in args.models])
     engines = [engine_replicas(args, model, paths) for model in args.models]
-    # A gateway holds the requests that wait for its engines, which bound their number. So requests before the gateway
-    # wait only to be handed over.
+    # Requests wait for an engine inside a gateway, where `max_waiting` bounds their number. Serve's own limits are
+    # larger, so a request waits before a gateway only to be handed over.
     most = max(1000, 2 * sum(model.max_waiting * model.most_replicas for model in args.models))
     return Gateway.options(  # type: ignore[attr-defined]  # Serve's decorators are not typed through
         num_replicas=args.gateways,

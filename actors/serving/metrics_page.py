@@ -55,7 +55,7 @@ class _Families:
 
 
 def merged(pages: Iterable[str], *, application: str) -> str:
-    """The application's own measures from several pages. The format wants the lines of each measure together."""
+    """The application's own measures from several pages. The format requires a measure's lines to stand together."""
     families: dict[str, Metric] = {}
     for page in pages:
         own_lines = "".join(

@@ -28,7 +28,7 @@ class AnswerActor:
         self._decoder = PartDecoder(answering, load)
 
     def decode(self, number: int, chats: list[Chat]) -> tuple[int, list[AnswerRecord] | str]:
-        """A part's number with its lines, or with the engine's refusal as text, because Ray wraps an actor's
+        """A part's number with its records, or with the engine's refusal as text, because Ray wraps an actor's
         errors."""
         try:
             return number, self._decoder.decode(number, chats)
@@ -37,8 +37,7 @@ class AnswerActor:
 
 
 class AnswerPool:
-    """Actors on the connected cluster. They start with the first parts. A lost actor starts again, and so does its
-    part.
+    """Actors on the connected cluster. They start with the first call. Ray restarts a lost actor and repeats its part.
 
     Raises `ClusterTooSmall` if there is no room for all actors, and the `ValueError` of `PartDecoder`.
     """
@@ -61,12 +60,12 @@ class AnswerPool:
         if not self._actors:
             self._actors = [self._actor.remote(*self._arguments) for _ in range(self._num_actors)]
         pool = ActorPool(self._actors)
-        for number, lines in pool.map_unordered(
+        for number, records in pool.map_unordered(
             lambda actor, part: actor.decode.remote(part[0], list(part[1])), parts
         ):
-            if isinstance(lines, str):
-                raise ValueError(lines)
-            yield number, lines
+            if isinstance(records, str):
+                raise ValueError(records)
+            yield number, records
 
     def close(self) -> None:
         """End the actors."""

@@ -40,17 +40,17 @@ class TrainingRun:
     Everything of the run lies in `folder`, which all workers must be able to reach.
 
     changes           the fields that differ from the named recipe
-    out               the folder that gets the model, or its adapter (`written`); `overwrite` replaces a model folder.
+    out               the folder for the model, or for its adapter (`written`); `overwrite` replaces a model folder.
                       A path outside of `storage` is on the job's machine, `home`
     device            the workers' kind of device; default: a GPU each, if the cluster has any
     sharding          how weights, gradients and optimizer states lie on the workers
     checkpoint_every  steps between two checkpoints; the last step writes a checkpoint too
-    max_failures      lost workers that the run survives
-    log_targets       where the numbers go besides the folder's `losses.jsonl`; `None` is TensorBoard where the first
-                      worker has it
+    max_failures      number of lost workers after which the run still continues
+    log_targets       where the numbers go besides the folder's `losses.jsonl`; `None` means TensorBoard, if the first
+                      worker has it installed
     measuring         the run's measures of itself
-    validation        held-out data by an absolute path or a URL (`validation_at`), or a share
-    sweeping          the tasks that an engine decodes beside the run
+    validation        held-out data by an absolute path or a URL (`validation_at`), or a share of the data
+    sweeping          the tasks that an engine decodes while the run trains
     paths             where workers find the files of the job's machine
     """
 
@@ -160,7 +160,7 @@ def fetched(options: ValidationOptions, fetch: Callable[[str], str] = fetch_mode
 def check_run(run: TrainingRun, *, resume: bool) -> str | None:
     """Check that run and model can be written, and that the run is new or, with `resume`, that it exists.
 
-    Returns a note if a run is resumed that has no checkpoint. A resumed run computes in its recorded precision.
+    Returns a note if the resumed run has no checkpoint. A resumed run computes in its recorded precision.
     Raises `ValueError` for a target that `Folder.check_target` refuses, for an existing run without `resume`, and with
     `resume` for a missing run or a run with another recipe.
     """
@@ -195,10 +195,10 @@ def check_run(run: TrainingRun, *, resume: bool) -> str | None:
 
 
 def check_progress(folder: Folder, *, every: int) -> int | None:
-    """The updates of a run without a checkpoint; `None` for a run with one.
+    """The number of updates of a run without a checkpoint; `None` for a run with a checkpoint.
 
-    Raises `ValueError` for a run whose progress is lost. Such a run has parts of checkpoints, but no whole one; or it
-    has the losses of `every` updates, after which a checkpoint begins, but no checkpoint.
+    Raises `ValueError` for a run whose progress is lost: it has no complete checkpoint, but parts of checkpoints, or
+    the losses of `every` updates, after which the first checkpoint is written.
     """
     system, path = folder.filesystem()
     names = [str(file).rstrip("/").rpartition("/")[2] for file in system.ls(path, detail=False)]

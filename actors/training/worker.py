@@ -44,7 +44,7 @@ def plan_workers(run: TrainingRun, *, runs: int = 1) -> Topology:
 
 @contextmanager
 def with_paths(run: TrainingRun) -> Iterator[TrainingRun]:
-    """The run with its paths, as each node finds them; raises as `known_paths`, and `ClusterTooSmall`."""
+    """The run with its paths, as each node finds them. Raises `ClusterTooSmall`, and the errors of `known_paths`."""
     bundle = plan_workers(run).bundle
     with known_paths(run.opened_by_workers(), [("--storage", run.storage)], bundle=bundle) as paths:
         yield replace(run, paths=paths, home=Home.here())
@@ -110,7 +110,7 @@ def fit(run: TrainingRun) -> int:
 
 
 def train_on_ray(config: dict[str, Any]) -> int:
-    """One worker's whole life, the same code on each; the first rank also writes record, log and model.
+    """A worker's training, from its start to its end. The first rank also writes record, log and model.
 
     Returns the number of updates that were done before this start.
     """
@@ -126,8 +126,8 @@ def train_on_ray(config: dict[str, Any]) -> int:
     start = settle_precision(StartingPoint.read(recipe, fetch=run.paths.fetch), workers, checkpoints)
     if workers.is_first:
         if not run.has_out_at_home:
-            run.out.check_writable()  # from this node, which is not the job's
-        record_recipe(run, start.recipe)  # safe: no worker passes settle_precision before all have read it
+            run.out.check_writable()  # from this node, which may differ from the job's
+        record_recipe(run, start.recipe)  # safe: no worker passes settle_precision before all have read the record
     held_out = fetched(run.validation, run.paths.fetch)
     worker_run = train_worker(
         start,

@@ -1,4 +1,4 @@
-"""The sub-commands that compute a deployment: `capacity`, `arrivals`, `beyond`; `agreement` measures beside it."""
+"""The sub-commands that compute a deployment: `capacity`, `arrivals`, `beyond`; and `agreement`, which checks them."""
 
 from __future__ import annotations
 

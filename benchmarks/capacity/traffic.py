@@ -1,4 +1,4 @@
-"""Random arrivals of sessions, single or in bursts. A session has one or more turns, each after all earlier ones."""
+"""Random arrivals of sessions, single or in bursts. A session has one or more turns, one after the other."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Traffic:
     think: Annotated[float, Ge(0)] = 5.0
     """Seconds from an answer to the session's next turn, on average."""
     long_every: Annotated[int, Ge(0)] = 0
-    """One session in this many begins with a long prompt; 0: none."""
+    """Every N-th session begins with a long prompt; 0: none."""
     long_prompt: Annotated[int, Ge(1)] = 131072
     """Tokens of a long prompt, on average."""
     shared: Annotated[int, Ge(0)] = 0
@@ -58,12 +58,12 @@ class Traffic:
         return self.long_every > 0 and number % self.long_every == self.long_every - 1
 
 
-SESSION_TOKENS = 4  # they make a session's prompt its own
+SESSION_TOKENS = 4  # that tell a session's prompt from other sessions' prompts
 
 
 @dataclass
 class SimulatedSession:
-    """A conversation so far, and the generator of its lengths."""
+    """A conversation so far, and the random generator that draws its lengths."""
 
     number: int
     rng: random.Random
@@ -91,7 +91,7 @@ class TimedTurn:
 
     @property
     def speed(self) -> float:
-        """Tokens a second, from its arrival to its end."""
+        """Tokens a second, from the request's arrival to its end."""
         return self.tokens / (self.end - self.due)
 
 

@@ -1,7 +1,7 @@
-"""The chat formats of released families, shortened to the text around an answer: facts of their public formats.
+"""The public chat formats of released families, shortened to the text around an answer.
 
-Each has the control tokens that its tokenizer keeps whole, as `<|im_start|>`, and a Jinja template of plain turns. All
-other markers are text to the tokenizer, as in the family's own.
+Each has a Jinja template of plain turns, and the control tokens, such as `<|im_start|>`, that are one token each. All
+other markers are plain text, as for the family's own tokenizer.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ def _turns(
 def _two_kinds(
     *controls: str, before: str = "", question: str, answer: str, begins: str = "", trim: bool = False
 ) -> ChatForm:
-    """Questions and answers that are written differently: both with TEXT."""
+    """Questions and answers that are written differently; TEXT stands for the content in both."""
     content = "{{ m['content'] | trim }}" if trim else "{{ m['content'] }}"
     question, answer = question.replace("TEXT", content), answer.replace("TEXT", content)
     return ChatForm(

@@ -1,6 +1,6 @@
-"""On a GPU: the forms of the model and of the step that Triton kernels compute, beside those in torch's operations.
+"""On a GPU: model and step in Triton kernels, compared with the same computation in torch's operations.
 
-The router and the layers differ by rounding alone. A step's work on the Block Buffer is the same to the bit.
+The router and the layers differ only by rounding. A step's work on the Block Buffer is bitwise equal.
 """
 
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ def kernel_form_rows(device: torch.device) -> Iterator[CheckRow]:
 
 
 def router_row(device: torch.device) -> CheckRow:
-    """LLaDA2-mini's router: the share of tokens whose experts are the same, where the logits are not rounded alike."""
+    """LLaDA2-mini's router: the share of tokens with the same experts. The two forms round the logits differently."""
     config = SHAPES["llada2-mini"]
     assert config.moe is not None
     generator = torch.Generator(device=device).manual_seed(0)
@@ -57,10 +57,11 @@ def router_row(device: torch.device) -> CheckRow:
 
 
 def layers_row(model: Decoder, case: StepCase) -> CheckRow:
-    """The hidden states of a decoding batch by kernels, by each token's distance from the torch form's in its norm.
+    """The hidden states of a decoding batch by kernels. A token's error is its distance from the torch form's state,
+    as a share of that state's norm.
 
-    No token of a dense model may be far off. In a mixture rounding sends some tokens to other experts, which changes
-    them by far more: there the median and the share of such tokens are bounded.
+    In a dense model the error of every token is bounded. In a mixture of experts rounding sends some tokens to other
+    experts, which changes them by far more. There the median and the share of such tokens are bounded.
     """
     engine = filled_engine(model, case)
     for _ in range(2):

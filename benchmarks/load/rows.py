@@ -59,13 +59,13 @@ class LatencyObjective:
     limits: Mapping[str, float]
 
     def is_met(self, record: RequestRecord) -> bool:
-        """Whether the request ended as promised and in time. A limit on a latency that it does not have is met."""
+        """Whether the request ended as promised and in time. A limit on a latency that the request lacks is met."""
         latencies = {name: getattr(record, SLO_FIELDS[name]) for name in self.limits}
         return record.error is None and all(v is None or v <= self.limits[name] for name, v in latencies.items())
 
 
 def parse_objective(text: str) -> LatencyObjective:
-    """`ttft=500,tpot=50,e2e=3000`, in milliseconds; `ValueError` names what is wrong."""
+    """Reads `ttft=500,tpot=50,e2e=3000`, in milliseconds. Raises `ValueError` for a bad text."""
     limits: dict[str, float] = {}
     for part in filter(None, text.split(",")):
         name, _, value = part.strip().partition("=")

@@ -1,4 +1,4 @@
-"""Soak an endpoint of our own: the options, the requests beside the kills, and the verdict."""
+"""A soak test of an endpoint of our own: the options, the load with killed replicas, and the verdict."""
 
 import asyncio
 import random
@@ -93,7 +93,7 @@ async def soak(
     max_tokens: int,
     seed: int,
 ) -> dict[str, Any]:
-    """Load, kill, and report; `failures` are sentences, none where all is well."""
+    """Load, kill, and report. `failures` in the report are sentences; the list is empty if all is well."""
     problems = load_problems(find_task("gsm-mini"), seed=seed, limit=NUM_PROMPTS).problems
     rng = random.Random(seed)
     async with open_session(seconds=limit) as session:

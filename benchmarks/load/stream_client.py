@@ -1,4 +1,4 @@
-"""A client of any OpenAI endpoint that notes when each event came. It does little else, as it sends loads."""
+"""A client of any OpenAI endpoint that notes when each event came. It is cheap, because it generates whole loads."""
 
 import json
 import time
@@ -16,13 +16,13 @@ StreamRoute = Literal["chat/completions", "completions"]
 AskedPrompt = str | ToolChat
 RequestSeconds = Annotated[float, Ge(0.1), Flag("Time limit of a request.", LOAD)]
 LINE_BYTES = 2**24  # the longest event that is read
-TOGETHER_SECONDS = 1e-3  # events with a shorter gap came together: a server may send a block as an event a token
+TOGETHER_SECONDS = 1e-3  # events with a shorter gap count as one: a server may send each token of a block as an event
 TEXT_FIELDS = ("content", "reasoning_content", "reasoning")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """An endpoint, and how it is asked: `extra` are fields of the body beside the prompt and `max_tokens`."""
+    """An endpoint, and the form of the requests to it. `extra` are further fields of a request's body."""
 
     name: str
     url: str
@@ -32,7 +32,7 @@ class Target:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def body(self, prompt: AskedPrompt, *, stream: bool) -> dict[str, Any]:
-        """The request's JSON object; a stream says at its end how many tokens it had."""
+        """The request's JSON object. It asks a stream to say at its end how many tokens it had."""
         body: dict[str, Any] = {"model": self.model, "max_tokens": self.max_tokens, **self.extra}
         if isinstance(prompt, ToolChat):
             body |= {"messages": prompt.messages, "tools": prompt.tools}
@@ -95,7 +95,7 @@ async def record_stream(
 async def stream_chunks(
     session: aiohttp.ClientSession, target: Target, body: Mapping[str, Any]
 ) -> AsyncGenerator[tuple[dict[str, Any], float], None]:
-    """Each object of a stream with the time it came; raises `StreamError` unless it ends with [DONE]."""
+    """Each object of a stream with its time of arrival. Raises `StreamError` unless the stream ends with [DONE]."""
     async with session.post(f"{target.url}/v1/{target.route}", json=body) as response:
         if response.status != 200:
             await response.read()
@@ -117,7 +117,7 @@ async def stream_chunks(
 
 
 def failure_kind(failure: BaseException) -> str:
-    """A failure as a short text under which its like are counted."""
+    """The kind of a failure, a short text by which failures are counted."""
     if isinstance(failure, StreamError):
         return str(failure)
     if isinstance(failure, TimeoutError):
@@ -126,7 +126,7 @@ def failure_kind(failure: BaseException) -> str:
 
 
 async def served_models(session: aiohttp.ClientSession, url: str) -> list[str]:
-    """The names at /v1/models. Raises `RuntimeError`, one sentence, where nothing answers as an OpenAI endpoint."""
+    """The names at /v1/models. Raises `RuntimeError`, one sentence, if no OpenAI endpoint answers."""
     try:
         async with session.get(f"{url}/v1/models") as response:
             response.raise_for_status()
@@ -137,7 +137,7 @@ async def served_models(session: aiohttp.ClientSession, url: str) -> list[str]:
 
 
 def _content(chunk: Mapping[str, Any]) -> tuple[str, int]:
-    """The text of a stream's object, and the number of its tokens where log-probabilities show it."""
+    """The text of a stream's object, and the number of its log-probabilities: its tokens, or 0 if it has none."""
     text, num_logprobs = "", 0
     for choice in chunk.get("choices") or ():
         delta = choice.get("delta") or {}

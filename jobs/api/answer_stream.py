@@ -87,5 +87,5 @@ async def _feed(
     except asyncio.CancelledError:
         pieces.put(RuntimeError("this LLM was closed meanwhile"))
         raise
-    except Exception as error:  # any exception must reach the reader, which waits for it
+    except Exception as error:  # any exception must reach the reader, which would wait for ever
         pieces.put(error)

@@ -36,14 +36,18 @@ class AnswerOptions:
     """Let this model answer the rows: a shipped model's name, a model folder, or its URL."""
     method: Annotated[
         str | None,
-        Flag(help=f"How it decodes: one of {', '.join(METHODS)}.", metavar="NAME", default="as its folder recommends"),
+        Flag(
+            help=f"How the model decodes: one of {', '.join(METHODS)}.",
+            metavar="NAME",
+            default="as its folder recommends",
+        ),
     ] = None
     decoding: Annotated[dict[str, Any] | None, Flag(metavar="JSON")] = None
     """Fields of the method, as {"tau_m2t": 0.8}."""
     max_tokens: Annotated[int | None, Ge(1), Flag(default="1024")] = None
     """Tokens of an answer, at most."""
     temperature: Annotated[float | None, Flag(default="0")] = None
-    """0 takes the likeliest token, more draws."""
+    """0 takes the likeliest token; a larger value draws tokens."""
     seed: Annotated[int | None, Ge(0), Flag(default="0")] = None
     """Random seed of drawn answers."""
     keep_unfinished: Annotated[bool | None, Flag(name="--keep-unfinished")] = None

@@ -4,8 +4,8 @@
     part_000003.jsonl   64 rows: the row's name, its prompt's digest, the answer's text, how it ended, its counts
 
 Rows keep their order. A part is decoded in one batch that shares nothing with earlier parts, and its file appears
-whole, so that a killed run has the bytes of an uninterrupted run. If the data set has grown, its last part is decoded
-again. If it has shrunk, the last part keeps its first lines.
+whole. So a run that was killed and continued writes the same bytes as an uninterrupted run. If the data set has grown,
+its last part is decoded again. If it has shrunk, the first lines of the last part are used.
 """
 
 import hashlib
@@ -33,11 +33,11 @@ from mbd_core.json_text import differing_fields, parse_json
 from mbd_core.multitf.data.chats import Chat, prompt_text
 from mbd_core.multitf.data.preparation import ModelAnswer
 
-ANSWERS_KIND = "decoded answers"  # the kind in its manifest
+ANSWERS_KIND = "decoded answers"  # the folder's kind in its manifest
 SETTINGS, LOCK = "answers.json", ".mbd-answers.lock"
 FILES = (SETTINGS, LOCK, "part_*.jsonl")
 PART = 64
-"""Rows of a part: they are decoded together, and their file appears whole."""
+"""The number of rows in a part. They are decoded together, and their file appears whole."""
 REFUSED = "refused"
 VERSIONS = ("mbd-cluster", "torch", "transformers")  # the packages on which tokens and texts depend
 
@@ -76,16 +76,16 @@ Parts = Sequence[tuple[int, Sequence[Chat]]]
 
 
 class DecodeParts(Protocol):
-    """Decodes parts, each by itself; they may come in any order."""
+    """Decodes parts, each by itself. The results may come in any order."""
 
     def __call__(self, parts: Parts) -> Iterator[tuple[int, list[AnswerRecord]]]: ...
     def close(self) -> None: ...
 
 
 class ModelAnswers:
-    """Answers chats in their order: by `decode` where `folder` does not keep the answers already.
+    """Answers chats in their order. `decode` makes the answers that `folder` does not hold yet.
 
-    `rows_at_once` rows (whole parts) are decoded before the first of them is handed on. `num_rows`, the number of all
+    A caller should give `rows_at_once` rows (whole parts) to each call of `answer`. `num_rows`, the number of all
     rows, is for the progress bar. Raises `ValueError` if the folder holds something else, or answers of other
     settings.
     """
@@ -198,7 +198,7 @@ class PartDecoder:
             self._model = None
 
     def decode(self, number: int, chats: Sequence[Chat]) -> list[AnswerRecord]:
-        """The lines of a part."""
+        """The records of a part's answers."""
         if self._model is None:
             self._model = self._load()
         engine, tokenizer, settings = self._model.engine, self._model.tokenizer, self.answering

@@ -49,7 +49,7 @@ class LiteralArguments:
     """Named values as literals of a language: `begin` KEY `key_end` VALUE `separator` KEY `key_end` VALUE `end`.
 
     quotes         the marks around a string; the first is written, all are read
-    escapes        whether a string has escapes (`\\n`); otherwise it has every character as it is
+    escapes        whether strings have escapes (`\\n`); otherwise every character stands for itself
     words          the words for true, false and null
     inner_key_end  `key_end` of objects within a value
     quotes_keys    whether keys of objects within a value are quoted
@@ -109,14 +109,14 @@ Arguments = JsonArguments | TaggedArguments | LiteralArguments
 class CallForm:
     """How a chat template shows calls.
 
-    name         of the form, as an option names it
-    mark         the first mark of an answer's calls, which ends its text; empty: the answer is calls alone, and begins
-                 with `opening`
+    name         the form's name in options
+    mark         the first mark of an answer's calls, which ends its text; empty: an answer with calls has no text, and
+                 begins with `opening`
     text_before  whether text may stand before calls
-    gap          white space between a text and its calls that belongs to neither
+    gap          white space between a text and the calls after it, which is part of neither
     several      whether an answer may have several calls
     json_text    whether a template takes arguments as the text of a JSON object
-    null_text    whether a template needs null as the content of a turn of calls alone
+    null_text    whether a template needs null as the content of a turn with calls and without text
     """
 
     name: str

@@ -11,7 +11,8 @@ MAPS_OF_SHARED = ("$defs", "definitions")
 
 
 def property_schema(schema: Mapping[str, Any], name: str) -> Any:
-    """The schema of an object's property; `{}`, which admits anything, for a member that the object's schema lacks."""
+    """The schema of an object's property. A property that is not listed has the schema of `additionalProperties`, or
+    `{}`, which admits anything."""
     properties = schema.get("properties")
     if isinstance(properties, Mapping) and name in properties:
         return properties[name]
@@ -19,7 +20,8 @@ def property_schema(schema: Mapping[str, Any], name: str) -> Any:
 
 
 def target_of(schema: Any, root: Mapping[str, Any]) -> Any:
-    """The schema that a schema refers to, within the document `root`; the schema itself if it refers to none."""
+    """The schema that `$ref` names in the document `root`; `schema` itself if it has no `$ref`. A reference that leads
+    nowhere gives `{}`, which admits anything."""
     depth = 0
     while isinstance(schema, Mapping) and isinstance(reference := schema.get("$ref"), str) and depth < MAX_DEPTH:
         if not reference.startswith("#"):
@@ -33,7 +35,7 @@ def target_of(schema: Any, root: Mapping[str, Any]) -> Any:
 
 
 def kinds_of(schema: Any, root: Mapping[str, Any], *, depth: int = 0) -> frozenset[Kind]:
-    """The kinds of values that may fit a schema; in doubt all."""
+    """The kinds of values that may fit a schema; all kinds if the schema does not decide."""
     schema = target_of(schema, root)
     if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
         return ALL

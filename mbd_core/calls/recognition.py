@@ -41,8 +41,8 @@ TOOLS = [
 
 
 def recognised(render: Render) -> CallForm | None:
-    """The form in which a template shows calls, with the white space and the fields that it wants; `None` for a form
-    that is not known."""
+    """The form in which a template shows calls, with the template's white space and types of fields. `None` if it is
+    no known form."""
     for number in (2, 1):
         for json_text, null_text in ((False, False), (True, False), (False, True), (True, True)):
             text = _shown(render, number, json_text=json_text, null_text=null_text)
@@ -54,7 +54,7 @@ def recognised(render: Render) -> CallForm | None:
 
 
 def _shown(render: Render, number: int, *, content: str = "", json_text: bool = False, null_text: bool = False) -> str:
-    """A chat with this number of probe calls, or nothing if the template refuses it."""
+    """A chat with this number of probe calls, or an empty text if the template refuses it."""
     answer: dict[str, Any] = {"role": "assistant", "content": None if null_text and not content else content}
     answer["tool_calls"] = list(_turns_calls(number, json_text=json_text))
     try:
@@ -75,7 +75,7 @@ def _turns_calls(number: int, *, json_text: bool) -> Iterator[dict[str, Any]]:
 
 
 def _found(text: str, form: CallForm, number: int) -> CallForm | None:
-    """The form, with the white space that this rendering has between its calls."""
+    """The form, with the white space that this rendering has between calls; `None` if the form does not fit."""
     written = [form.call(name, args, call_id=call_id) for call_id, (name, args) in zip(IDS, PROBES, strict=True)]
     _, shows, rest = text.partition(form.begin + written[0])
     if shows and number == 2:
@@ -89,7 +89,7 @@ def _found(text: str, form: CallForm, number: int) -> CallForm | None:
 
 
 def _with_text(render: Render, form: CallForm) -> CallForm:
-    """The form with the template's treatment of a text beside calls."""
+    """The form, with the template's treatment of text before calls."""
     number = 2 if form.several else 1
     text = _shown(render, number, content=SAID, json_text=form.json_text, null_text=form.null_text)
     _, shows, after = text.rpartition(SAID)
@@ -115,7 +115,7 @@ def history(form: CallForm, turns: Sequence[Mapping[str, Any]]) -> list[dict[str
 
 
 def turn_text(form: CallForm, calls: Sequence[Mapping[str, Any]]) -> str:
-    """The text of a turn's calls, which chat templates would show; nothing if there are none."""
+    """The text of a turn's calls, for chat templates that show no calls; empty if there are none."""
     if not calls:
         return ""
     named = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
@@ -131,7 +131,7 @@ def _call(form: CallForm, call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def short_id(call_id: str) -> str:
-    """An id as templates with ids take it: the id itself if it has their form, else a digest of it."""
+    """An id for templates that show ids: the id itself if it is `ID_LENGTH` letters and digits, otherwise a digest."""
     if len(call_id) == ID_LENGTH and call_id.isascii() and call_id.isalnum():
         return call_id
     return hashlib.sha256(call_id.encode()).hexdigest()[:ID_LENGTH]

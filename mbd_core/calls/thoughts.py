@@ -18,7 +18,7 @@ SLASH_OR_ESCAPE = re.compile(r"\\.|/", re.DOTALL)
 
 @dataclass(frozen=True)
 class ThoughtForm:
-    """The marks around an answer's thoughts. White space inside and behind them belongs to neither text."""
+    """The marks around an answer's thoughts. White space beside the marks is part of neither thoughts nor answer."""
 
     begin: str
     end: str
@@ -34,7 +34,7 @@ THOUGHT_FORMS = (
 
 
 def thought_form(template: str) -> ThoughtForm | None:
-    """The thoughts that a chat template opens, shows or removes from earlier answers; `None` if it knows none."""
+    """The thoughts that a chat template opens, shows or removes from earlier answers; `None` if it has none."""
     return next((form for form in THOUGHT_FORMS if form.begin in template or form.end in template), None)
 
 
@@ -43,7 +43,7 @@ class Thoughts:
     """The thoughts that an answer may begin with.
 
     is_open   the prompt ends within thoughts
-    has_text  the prompt ends within their text; otherwise, open thoughts begin behind white space
+    has_text  the open thoughts have text in the prompt; otherwise white space at their beginning is dropped
     """
 
     form: ThoughtForm
@@ -54,7 +54,7 @@ class Thoughts:
         return ThoughtReader(self)
 
     def before(self, grammar: Grammar, vocabulary: Mapping[str, int]) -> Grammar:
-        """The grammar of answers whose thoughts end where `grammar` begins. Raises `GrammarRefused`."""
+        """The grammar of thoughts that are followed by an answer of `grammar`. Raises `GrammarRefused`."""
         constants, schemas = Constants(vocabulary), list(grammar.schemas)
         begin, end = constants(self.form.begin), self.form.end
         answer = f"%lark {{\n{grammar.text}\n}}"
@@ -80,7 +80,8 @@ class Thoughts:
 
 
 def thoughts_behind(prompt: str, form: ThoughtForm | None) -> Thoughts | None:
-    """An answer's thoughts; `None` if the prompt has ended them. The prompt's last characters suffice."""
+    """The thoughts of the answer to a prompt; `None` if there is no form, or if the prompt has ended the thoughts. The
+    prompt's last characters suffice."""
     prompt = prompt.rstrip()
     if form is None or prompt.endswith(form.end):
         return None
@@ -104,14 +105,14 @@ class ThoughtReader:
     def __init__(self, thoughts: Thoughts) -> None:
         self._form, self._buffer = thoughts.form, ""
         open_place = "thought" if thoughts.has_text else "begun"
-        self._place = open_place if thoughts.is_open else "beginning"  # or "behind", "answer"
+        self._place = open_place if thoughts.is_open else "beginning"  # or "after", "answer"
 
     @property
     def in_thought(self) -> bool:
         return self._place in ("begun", "thought")
 
     def push(self, text: str, *, ends: bool) -> tuple[str, str]:
-        """The thoughts and the rest that `text` made certain; with `ends`, nothing follows."""
+        """The thoughts and the rest that are certain once `text` has come. With `ends`, no text follows."""
         self._buffer += text
         thought = rest = ""
         while (step := self._step(ends)) is not None:
@@ -119,7 +120,7 @@ class ThoughtReader:
         return thought, rest
 
     def _step(self, ends: bool) -> tuple[str, str] | None:
-        """Thoughts and a rest; `None` where more text is needed."""
+        """A piece of the thoughts and a piece of the rest; `None` if more text is needed."""
         form, text = self._form, self._buffer
         bare = text.lstrip()
         if self._place == "beginning":
@@ -130,7 +131,7 @@ class ThoughtReader:
             else:
                 return None
             return "", ""
-        if self._place in ("begun", "behind"):
+        if self._place in ("begun", "after"):
             self._buffer = bare
             if not bare:
                 return None
@@ -144,7 +145,7 @@ class ThoughtReader:
     def _thought(self, ends: bool) -> tuple[str, str] | None:
         inside, mark, rest = self._buffer.partition(self._form.end)
         if mark:
-            self._place, self._buffer = "behind", rest
+            self._place, self._buffer = "after", rest
             return inside.rstrip(), ""
         kept = 0 if ends else open_length(inside, self._form.end)
         certain = inside[: len(inside) - kept].rstrip()

@@ -1,4 +1,4 @@
-"""Writes LoRA adapters in PEFT's layout, which `adapter.py` reads. Serving reads them alone, without this file."""
+"""Writes LoRA adapters in PEFT's layout, which `adapter.py` reads. Serving does not import this file."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,11 +26,11 @@ def save_adapter(
     extra: Mapping[str, str],
     overwrite: bool = False,
 ) -> None:
-    """Writes an adapter as PEFT does, for the base model as its family publishes it.
+    """Writes an adapter as PEFT does, with the module names of the family's published checkpoints.
 
     `factors` are A (rank, I) and B (O, rank) of each adapted module, by the decoder's names. Modules that the family
-    stores as one, like a fused query, key and value, get one adapter: their A's below each other, their B's as blocks.
-    All modules then have its rank, filled with zeros. `extra` adds small text files. Raises `ValueError` as
+    stores as one, like a fused query, key and value, get one adapter: their A's stacked, their B's block-diagonal. All
+    modules then get the rank of this adapter, padded with zeros. `extra` adds small text files. Raises `ValueError` as
     `files.check_target_folder` does.
     """
     stored = stored_tensors(config, decoder_shapes(config), "per_expert")
@@ -76,7 +76,8 @@ def _join_factors(stored: StoredTensor, factors: Factors, rank: int, joined: int
 
 
 def _targets(stored: Mapping[str, StoredTensor], adapted: Mapping[str, StoredTensor]) -> Iterator[str]:
-    """The modules' last names, as PEFT matches them, or whole names where other modules have the same last name."""
+    """The modules' last names, as PEFT matches them; full names where a module without adapter has the same last
+    name."""
     modules = [name.removesuffix(".weight") for name in stored if name.endswith(".weight")]
     for leaf in {module.rpartition(".")[2] for module in adapted}:
         namesakes = [module for module in modules if module.rpartition(".")[2] == leaf]

@@ -2,7 +2,7 @@
 
 Nothing is rounded: the stacks hold the files' values, and products multiply by the scales themselves
 (`ops/experts/fp8.py`). A tensor-parallel rank holds whole blocks, so its scales are the file's. The other matrices of
-such a release are read as bfloat16, because they are few bytes beside a mixture's experts.
+such a release are read as bfloat16, because they are small beside the experts.
 """
 
 from collections.abc import Iterable, Mapping
@@ -88,8 +88,8 @@ def _check_cut(name: str, target: str, shape: tuple[int, ...], blocks: BlockShap
 
 
 def keep_blocks(model: Decoder, modules: Iterable[str], blocks: BlockShape, device: torch.device | str) -> None:
-    """Gives an empty model these experts in FP8, to be filled. Raises `ValueError` if the device cannot multiply
-    them."""
+    """Replaces these expert modules of an empty model by empty FP8 experts. Raises `ValueError` if the device cannot
+    multiply them."""
     obstacle = fp8_obstacle(torch.empty((1, 1, 1), device=device), block=blocks)
     if obstacle is not None:
         raise ValueError(f"fp8=blocks cannot be honoured: {obstacle}")

@@ -221,8 +221,8 @@ def _rope_type(rope: Json, name: str) -> Any:
 def _scaling_of(name: str, rope: Json, config: Json) -> RopeScaling | None:
     """The scaling in the object `rope` under the key `name`.
 
-    A missing length of training is the config's. As in transformers, `original_max_position_embeddings` beside the
-    object counts first.
+    A missing training length is the config's `max_position_embeddings`. As in transformers, a value of
+    `original_max_position_embeddings` beside the object replaces the object's value.
     """
     kind = _rope_type(rope, name)
     if kind != "default" and (not isinstance(kind, str) or kind not in ROPE_SCALINGS):

@@ -27,7 +27,7 @@ from mbd_core.checkpoint.safetensor_files import MAX_SHARD_BYTES, METADATA, Tens
 
 PREFIX = "model."
 MARKER = "checkpoint.json"
-"""The file that our trainer writes into a checkpoint when all parts are there. It holds the recipe, among others."""
+"""The file that our trainer writes into a checkpoint when all parts are there. It also holds the recipe."""
 # the exceptions that unpickling a damaged file can raise, by Python's manual
 UNPICKLING_ERRORS = (
     pickle.UnpicklingError,
@@ -106,7 +106,7 @@ class DcpFolder:
 def save_dcp(
     folder: Path, tensors: dict[str, Tensor], make: Callable[[str], Tensor], *, max_bytes: int = MAX_SHARD_BYTES
 ) -> None:
-    """Writes a DCP checkpoint under `model.`. `tensors` are meta tensors; `make` returns the values of one by name.
+    """Writes a DCP checkpoint under `model.`. `tensors` are meta tensors; `make` returns the values of a name.
 
     A file holds at most `max_bytes`, or one tensor. DCP's writer keeps the content of one file in memory.
     """
@@ -118,7 +118,7 @@ def save_dcp(
 
 @contextmanager
 def in_one_process() -> Iterator[None]:
-    """Runs a DCP call in this process alone, without DCP's warning about that, and with errors as they were raised.
+    """Runs a DCP call only in this process, without DCP's warning about that, and with errors as they were raised.
 
     DCP wraps errors, also Ctrl-C, into a report of all ranks.
     """

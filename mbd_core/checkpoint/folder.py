@@ -25,7 +25,7 @@ METHOD_FIELDS = {f.name for f in fields(DecodingConfig)} - {"block_size"}
 class ModelFolder:
     """A checkpoint folder whose files agree with each other. Only the headers of its weights were read.
 
-    defaults      the content of `generation_config.json`, with a canvas if a full-attention model names no decoding
+    defaults      the content of `generation_config.json`, with the family's decoding method if the file names none
     stored_dtype  the dtype of most tensors
     """
 
@@ -65,8 +65,8 @@ def read_folder(folder: Path) -> ModelFolder:
 
 
 def with_method(defaults: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
-    """A `generation_config.json` with a decoding method: its own method, or its family's method with the release's
-    settings of that method."""
+    """The content of a `generation_config.json` with a decoding method: the file's own method, or the family's method
+    with the file's values under the release's keys."""
     family = FAMILIES[config.architecture]
     if set(defaults) & METHOD_FIELDS:
         return dict(defaults)

@@ -46,7 +46,7 @@ class Masking:
         return json.loads(self.masked(_json(value))) if self.controls else value
 
     def plain(self, text: str) -> str:
-        """A text with its own characters."""
+        """A masked text with its original characters."""
         return text.translate({ord(private): first for first, private in self.private.items()})
 
     def hides_in(self, text: str) -> bool:
@@ -166,7 +166,7 @@ def _masked_ids(tokenizer: PreTrainedTokenizerBase, masked: MaskedText, *, add_s
     for number, (begin, end), is_around in zip(
         encoding["input_ids"], encoding["offset_mapping"], encoding["special_tokens_mask"], strict=True
     ):
-        if is_around:  # it has no characters, and stands before or behind the whole text
+        if is_around:  # it has no characters, and stands before or after the whole text
             if stretch:
                 end_stretch(len(text))
                 start = len(text)
@@ -185,7 +185,7 @@ def _masked_ids(tokenizer: PreTrainedTokenizerBase, masked: MaskedText, *, add_s
 def _without_controls(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> Tokenizer:
     """A copy of the tokenizer that finds no control tokens in texts, cached while it has `num_tokens` tokens.
 
-    It is a copy because other threads tokenise meanwhile. The vocabulary, which is large, is shared.
+    The original stays unchanged because other threads use it. Both share the vocabulary, which is large.
     """
     assert num_tokens == len(tokenizer)
     whole, controls = tokenizer.backend_tokenizer, control_tokens(tokenizer)

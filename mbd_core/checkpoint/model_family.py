@@ -20,27 +20,27 @@ class ModelFamily:
     model_types         the `model_type`s of published checkpoints; we write the first
     expert_model_types  if given, the `model_type` to write for single ("per_expert") and stacked ("fused") experts
     keys, moe_keys      the config.json key of each field of `ModelConfig` and of `MoEConfig`
-    spellings           other names of keys, as transformers 5 writes them
+    spellings           other names of keys, such as transformers 5's -> the names in `keys`
     defaults            values of keys (by config.json name) that published files leave out
     fixed               settings of config.json for which only this value is supported
-    harmless            keys that are not read because none of their values changes what the network computes: they
-                        are of training, of generating, of other software, or of a part that `fixed` switches off
-    accepted            keys that are not read, with the values that leave the network as it is here; a list may hold
-                        any of them. Every key that is in none of these is refused (`check_keys`)
+    harmless            keys that are not read because no value changes the network's results: they concern training,
+                        generation, other software, or a part that `fixed` switches off
+    accepted            keys that are not read, with the values that do not change the network; a list may hold any of
+                        these values. A key in none of the fields up to here is refused (`check_keys`)
     rope_scaling        whether its files may scale rotary frequencies, in `rope_scaling` or `rope_parameters`
     rope_parameters     whether we write transformers 5's `rope_parameters`, instead of `rope_theta` and `rope_scaling`
-    head_dim_follows    a head's size that files leave out is the hidden size over the heads
+    head_dim_follows    whether a missing head size is the hidden size divided by the number of heads
     switches            fields of `ModelConfig` that follow from the architecture; `moe_switches` fields of `MoEConfig`
-    text                the key of config.json under which the text model's settings stand, where they are nested;
-                        its layers differ then, and `gemma_keys` has the keys of `GemmaLayers` (`gemma_config.py`)
-    skipped             beginnings of the names of tensors that are not computed with: of other modalities. A folder
-                        made from such a checkpoint has them unchanged
+    text                the key of config.json that holds the text model's settings, if they are nested. Such a model
+                        has `GemmaLayers`, whose keys are `gemma_keys` (`gemma_config.py`)
+    skipped             prefixes of the names of unused tensors (other modalities). A folder made from such a
+                        checkpoint keeps these tensors unchanged
     names               our module -> the checkpoint's name for it (`{i}` a layer, `{e}` an expert); modules with the
                         same name there are stored in one tensor, one after another
     published           ids of the released vocabulary, for folders whose files leave them out and whose `vocab_size`
                         is one of `vocab_sizes`; the tokenizer must agree (`tokenizer.load_tokenizer`)
     decoding            the method of folders whose generation_config.json names none, as fields of `DecodingConfig`
-    generation          keys of a release's generation_config.json that are fields of that method: their names in it
+    generation          a release's key in generation_config.json -> the field of that method
     """
 
     model_types: tuple[str, ...]

@@ -29,7 +29,7 @@ from mbd_core.models.quantize import quantized_parts
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-GATHERED = 3  # a layer's stacked experts are three tensors; each expert's part is written in turn
+GATHERED = 3  # tensors kept in memory: a layer's stacked experts are three, and are written expert by expert
 MODEL_KIND = "model"  # the kind in the manifests of model folders and of distributed checkpoints
 
 
@@ -48,7 +48,7 @@ def save_model(
 ) -> None:
     """Writes a complete model folder; `extra` adds small text files (name -> content).
 
-    The folder takes over `base`'s files beside the weights and its unused tensors, and its tokenizer where `tokenizer`
+    The folder takes over the unused tensors of `base`, its files beside the weights, and its tokenizer if `tokenizer`
     is `None`. Weights are cast to `dtype` (`None`: no cast), except the router's `expert_bias`, which is float32.
     Raises `ValueError` for a part of a sharded model and for FP8 weights. Raises it too for a folder that exists and
     is not empty, unless `overwrite` is given and the project wrote it (`files.check_target_folder`).
@@ -119,8 +119,8 @@ def save_random(
 def random_generation(config: ModelConfig) -> dict[str, Any]:
     """The decoding of random weights, which are never confident: a fixed number of tokens a step.
 
-    A full-attention model decodes a canvas, whose rule always takes one token. Behind a causal prefix every verified
-    draft gives one token, and a drawn canvas ends after its steps.
+    Models without block-causal attention need no such number: each step on a canvas takes a token, each verified draft
+    gives a token, and a drawn canvas ends after its steps.
     """
     if config.attention != "block_causal":
         return {}
@@ -139,7 +139,7 @@ def check_room(folder: Path, num_bytes: int) -> None:
 def checkpoint_tensors(model: Decoder, experts: ExpertLayout) -> Iterator[tuple[str, Tensor]]:
     """The model's tensors one by one, with the names and shapes of its family's checkpoints.
 
-    Tensors cut among workers are gathered on the way, a few at a time; then every worker must iterate.
+    Sharded tensors are gathered a few at a time, so every worker must iterate.
     """
     state = model.state_dict()
     shapes = {name: tuple(t.shape) for name, t in state.items()}

@@ -29,7 +29,7 @@ class TensorPart:
 class StoredTensor:
     """A checkpoint's tensor: its shape, and its parts, which lie one after another along dimension `dim`.
 
-    `lengths` has the size of each part there.
+    `lengths` has the size of each part along `dim`.
     """
 
     shape: TensorShape
@@ -41,7 +41,7 @@ class StoredTensor:
 def stored_tensors(
     config: ModelConfig, shapes: Mapping[str, TensorShape], experts: ExpertLayout
 ) -> dict[str, StoredTensor]:
-    """Every tensor of this model's checkpoint, by its name there; `shapes` are the whole decoder's.
+    """Every tensor of this model's checkpoint, by its name there. `shapes` are the unsharded decoder's.
 
     "per_expert": one tensor an expert, as in published checkpoints. "fused": a layer's experts stacked, as in training
     checkpoints. "decoder": the decoder's own names and shapes, as our trainer writes them.
@@ -133,15 +133,15 @@ def _check_tensors(
 
 
 def _detect_layout(config: ModelConfig, shapes: dict[str, TensorShape], tensor_names: Iterable[str]) -> ExpertLayout:
-    """The layout that shares most names with the files. No key of a config.json says it reliably."""
+    """The layout that shares most names with the files. No key of config.json tells the layout reliably."""
     layouts: tuple[ExpertLayout, ...] = ("per_expert", "fused", "decoder")
     names = set(tensor_names)
     return max(layouts, key=lambda layout: len(names & stored_tensors(config, shapes, layout).keys()))
 
 
 def _drop_tied_head(config: ModelConfig, listed: dict[str, TensorInfo]) -> None:
-    """Removes the lm_head from `listed` if embeddings are tied: some files store the embeddings a second time
-    there."""
+    """Removes the lm_head from `listed` if embeddings are tied: some files store the embeddings again under its
+    name."""
     if config.tie_word_embeddings:
         untied = replace(config, tie_word_embeddings=False)
         for name in stored_tensors(untied, {"lm_head.weight": (1, 1)}, "per_expert"):

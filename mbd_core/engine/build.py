@@ -35,12 +35,12 @@ from mbd_core.ops.machine import free_host_memory
 #
 # On a GPU the largest step is run once and its peak is read from the allocator, as vLLM and nano-vllm do. The pages
 # then take the rest of `kv_memory_fraction` of the card, since cached prefixes make use of it. On a CPU, whose
-# memory belongs to others too, nothing is measured. There the pages take at most half of `kv_memory_fraction` of the
-# free memory, and no more than the sequences of all batch rows can fill at the model's full length.
+# memory other processes use too, nothing is measured. There the pages take at most half of `kv_memory_fraction` of
+# the free memory, and no more than the sequences of all batch rows can fill at the model's full length.
 
 
 def bytes_per_page(model: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
-    """Keys and values of all layers for a page of tokens."""
+    """Bytes of the keys and values of all layers for a page of tokens."""
     heads = map(model.of_layer, range(model.num_layers))
     return 2 * page_size * dtype.itemsize * sum(c.num_kv_heads * c.head_dim for c in heads)
 
@@ -48,7 +48,8 @@ def bytes_per_page(model: ModelConfig, page_size: int, dtype: torch.dtype) -> in
 def longest_in_pages(
     model: ModelConfig, config: EngineConfig, page_size: int, draft: ModelConfig | None = None
 ) -> int:
-    """Pages that the longest possible sequence fills, with a full buffer behind it, or the blocks of a draft model."""
+    """Pages of the longest possible sequence with a full buffer after it, or with a draft model's rows after it if
+    these take more."""
     pages = -(-config.positions(model.max_positions) // page_size) + config.num_slots
     if draft is None:
         return pages
@@ -65,7 +66,7 @@ def fit_num_pages(
     logits_at_once: int,
     draft: ModelConfig | None = None,
 ) -> int:
-    """The number of pages, the null page included. Raises `ValueError` if not even one sequence's block fits."""
+    """The number of pages, the null page included. Raises `ValueError` if no page, or not the largest step, fits."""
     model, weights = runner.model.config, runner.model.model.norm.weight
     free, activations = free_host_memory(), 0
     total: int | None = None
@@ -103,7 +104,7 @@ def pages_within(
     activations: int = 0,
     draft: ModelConfig | None = None,
 ) -> int:
-    """The number of pages that fit. Raises `ValueError` as `fit_num_pages` does.
+    """The number of pages that fit, the null page included. Raises `ValueError` if only the null page fits.
 
     free         bytes that the weights leave
     total        bytes of the GPU, None on a CPU
@@ -131,7 +132,7 @@ def pages_within(
 def _profile(
     runner: ModelRunner, config: EngineConfig, *, block_size: int, page_size: int, logits_at_once: int
 ) -> None:
-    """The largest step: a full prefill budget, every batch row's whole buffer, and a chunk of logits to draw from.
+    """Run the largest step: a full prefill budget, every batch row's full buffer, and a chunk of logits to draw from.
 
     All rows write to the null page and attend to the other page of a cache of two: the values mean nothing, the shapes
     are right.
@@ -197,7 +198,7 @@ def build_parts(
     grammars: bool = False,
     draft_model: Decoder | None = None,
 ) -> EngineParts:
-    """Raises `ValueError` for a setting that cannot be honoured; it names the setting and the reason."""
+    """An engine's parts. Raises `ValueError`, with the reason, for a setting that cannot be honoured."""
     if config.draft_model is not None and draft_model is None:
         raise ValueError(f"draft_model={config.draft_model} cannot be honoured: this engine was given no draft model")
     c, weights = model.config, model.model.norm.weight
@@ -353,7 +354,7 @@ def _runner(model: Decoder, config: EngineConfig, page_size: int, draft: ModelCo
         probe_cache(c, page_size, weights),
         attention,
         num_rows=config.max_rows,
-        # slots that are not resident stand behind the longest sequence
+        # slots that are not resident stand after the longest sequence
         num_positions=(longest + config.num_slots + 1) * page_size,
         adapters=adapters,
     )

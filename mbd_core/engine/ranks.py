@@ -1,7 +1,7 @@
-"""Calls that every rank of an engine makes, and the agreements of the ranks; an engine alone is its only rank.
+"""Calls that every rank of an engine makes, and agreements between ranks. An engine without a group has one rank.
 
-A method of `Engine` that changes more than one rank's state is marked here once: `on_all_ranks` or `with_next_step`.
-Rank 0 sends each call of it to the others (`parallel/leader.py`), which make the same call (`parallel/follow.py`).
+A method of `Engine` that changes the state of all ranks is marked with `on_all_ranks` or `with_next_step`. Rank 0
+sends each call of such a method to the other ranks (`parallel/leader.py`), which repeat it (`parallel/follow.py`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,7 +20,7 @@ T = TypeVar("T")
 class EngineCall:
     """A call of one of `Engine`'s methods, as it goes from rank 0 to the other ranks.
 
-    waits  whether the call goes with the next step: rank 0 has made it already, and no rank can refuse it
+    waits  whether the call goes with the next step; rank 0 has then made the call already, and no rank can refuse it
     """
 
     method: str
@@ -29,7 +29,7 @@ class EngineCall:
     waits: bool
 
     def apply(self, engine: "Ordered") -> Any:
-        """Make the call on this rank alone."""
+        """Make the call on this rank only."""
         method = getattr(type(engine), self.method)
         return getattr(method, "__wrapped__", method)(engine, *self.arguments, **self.named)
 

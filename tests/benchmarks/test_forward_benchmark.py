@@ -25,7 +25,7 @@ def test_both_compute_the_logits_of_the_same_tokens(folder: Path) -> None:
         expected = network(torch.ones((1, 5), dtype=torch.int64)).logits[0]
     with load_engine(folder, EngineConfig(dtype="float32", max_rows=1)) as loaded:
         for prefix in (0, 1):  # the first stores what the second finds
-            logits = measured._forward_behind(loaded.engine, prefix, 5 - prefix)()
+            logits = measured._forward_after(loaded.engine, prefix, 5 - prefix)()
             torch.testing.assert_close(logits, expected[prefix:], rtol=1e-4, atol=1e-4)
 
 

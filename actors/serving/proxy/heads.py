@@ -1,7 +1,7 @@
 """Bounds on the size and the time of a request's head, which Serve's HTTP proxy reads before any key is checked.
 
-uvicorn keeps request lines, headers and trailers of any length, and waits for them for ever: Serve gives it no
-setting, and its parser, httptools, has none. `BoundedHttp` counts the bytes as they arrive.
+uvicorn keeps request lines, headers and trailers of any length, and waits for them without a limit. Serve cannot set a
+limit for uvicorn, and its parser, httptools, has none. `BoundedHttp` counts the bytes as they arrive.
 """
 
 import asyncio
@@ -13,10 +13,10 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from mbd_core.serving.api.errors import error_text
 
 HEAD_BYTES = 32 * 2**10  # of a request line and its headers, and of trailers
-NUM_HEADERS = 100  # trailers counted
+NUM_HEADERS = 100  # of a request, trailers included
 HEAD_SECONDS = 30.0  # from a request's first byte, or from the connection, to the end of its headers
 NUM_PIPELINED = 16  # requests that may follow an unanswered request
-PIECE = 4096  # bytes that are parsed before they are counted
+PIECE = 4096  # bytes that are parsed between two checks of the size
 LEAVE_SECONDS = 1.0  # time in which a client that still sends can read its refusal
 
 
@@ -51,12 +51,12 @@ class HeadRefused(Exception):
 class BoundedHttp(HttpToolsProtocol):
     """uvicorn's HTTP/1.1 with bounds on heads and refusals in OpenAI's form, without WebSockets."""
 
-    url = b""  # uvicorn's, which it sets when a request begins
+    url = b""  # uvicorn sets it while it parses a request
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.ws_protocol_class = None
-        self._unparsed = 0  # bytes received since the last body or request ended
+        self._unparsed = 0  # bytes received since the last piece of a body, or since the last request ended
         self._in_head, self._refused = True, False
         self._refusal = NO_HTTP
         self._head_limit: asyncio.TimerHandle | None = None
@@ -95,7 +95,7 @@ class BoundedHttp(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._end_head()
         size = len(self.url) + sum(len(name) + len(value) + len(b": \r\n") for name, value in self.headers)
-        if size > HEAD_BYTES:  # a head that ends within the piece that exceeds the limit
+        if size > HEAD_BYTES:  # the piece that exceeds the limit also ends the head
             self._refusal = TOO_LONG
             raise HeadRefused
         if len(self.pipeline) >= NUM_PIPELINED:
@@ -160,5 +160,5 @@ class BoundedHttp(HttpToolsProtocol):
 
 
 def bound_heads() -> None:
-    """Make `BoundedHttp` the default protocol of uvicorn in this process, which Serve uses."""
+    """Make `BoundedHttp` the HTTP protocol of uvicorn, and so of Serve, in this process."""
     uvicorn.protocols.http.auto.AutoHTTPProtocol = BoundedHttp

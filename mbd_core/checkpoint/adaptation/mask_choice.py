@@ -19,7 +19,7 @@ SPECIAL = {"single_word": False, "lstrip": False, "rstrip": False, "normalized":
 
 @dataclass(frozen=True, kw_only=True)
 class MaskChoice:
-    """A mask token, its id, why it is the mask, and whether the tokenizer lacks it yet."""
+    """A mask token, its id, the reason for the choice, and whether the tokenizer lacks the token."""
 
     token: str
     token_id: int
@@ -31,7 +31,7 @@ class MaskChoice:
 
 
 def choose_mask(tokenizer: PreTrainedTokenizerBase, ends: Iterable[int], wanted: str | None = None) -> MaskChoice:
-    """The mask token: `wanted`; or else the tokenizer's own, its last unused special token, or a new one.
+    """The mask token: `wanted`; or else the tokenizer's own, its last unused special token, or a new token.
 
     `ends` are the ids that end the model's answers. A special token is unused if it has no role (beginning, end,
     padding, unknown) and the chat template does not name it. Raises `ValueError` if `wanted` is in use.
@@ -80,7 +80,7 @@ def _uses(tokenizer: PreTrainedTokenizerBase, ends: Iterable[int]) -> dict[str, 
 
 
 def write_mask(folder: Path, choice: MaskChoice) -> None:
-    """Write the mask into a folder's tokenizer files: its role, and where it is new the token itself."""
+    """Write the mask's role into a folder's tokenizer files, and also the token if it is new."""
     settings_path, whole_path = folder / "tokenizer_config.json", folder / "tokenizer.json"
     settings = _read(settings_path)
     settings["mask_token"] = choice.token

@@ -27,7 +27,7 @@ class FrameSlot:
               left the buffer
     tokens    the block after the forward, `None` where it is masked; positions past the request's budget are left out
     accepted  offsets of the tokens that this forward filled, without tokens carried by the store of the block before
-    edited    offsets of the tokens that it overwrote
+    edited    offsets of the tokens that this forward overwrote
     verdict   `None` unless the decoding verifies its drafts
     """
 
@@ -42,11 +42,11 @@ class FrameSlot:
 class DraftVerdict:
     """A forward's verdict on the draft of one block.
 
-    drafted    by offset, the token that waits for its judgement after the forward; `None` where none waits
+    drafted    for each offset, the token that waits for a judgement after the forward; `None` if none waits
     judged     number of drafted tokens that the forward judged
     confirmed  offsets of the judged tokens that it accepted
-    refused    offsets of the drafted tokens that it refused and replaced by its own; the judged tokens behind a
-               refused token are dropped
+    refused    offsets of the drafted tokens that it refused and replaced by its own; judged tokens after a refused
+               token are dropped
     """
 
     drafted: tuple[int | None, ...]
@@ -59,11 +59,11 @@ class DraftVerdict:
 class PlannedSlot:
     """A block of a decoder that plans its rows, as a forward left it: a slot of a Block Buffer.
 
-    start        position of its first token
-    frame        with all tokens of the block
-    seen         its state in the forward; `frame` says whether the forward stored it
-    confidences  of each token in the forward that wrote it, 0 where masked
-    mask_ratio   share of its positions that were masked before the forward
+    start        position of the block's first token
+    frame        the slot as clients see it, with all tokens of the block
+    seen         the slot's state in the forward; `frame.state` is "IN_CACHE" if the forward stored the block
+    confidences  each token's confidence in the forward that wrote it, 0 where masked
+    mask_ratio   share of the block's positions that were masked before the forward
     """
 
     start: int
@@ -77,10 +77,10 @@ class PlannedSlot:
 class Frame:
     """A request's slots after one forward.
 
-    forward    its number among the request's forwards, from 1, as in a step map
-    position   where the first slot begins, counted from the answer's first token; negative if the prompt's end
-               stands in the same block
-    num_slots  its buffer size; slots without a block are not listed
+    forward    the forward's number among the request's forwards, from 1, as in a step map
+    position   where the first slot's block begins, counted from the answer's first token; negative if this block
+               also holds the prompt's end
+    num_slots  the request's buffer size; `slots` leaves out slots without a block
     """
 
     forward: int
@@ -102,8 +102,8 @@ class StepTrace:
     tokens       in a detailed trace: the tokens after the step, -1 where masked
     confidences  in a detailed trace: the confidence of each token in the forward that wrote it (with DMax: in the last
                  forward), 0 where masked
-    draft        in a detailed trace, of a decoding that verifies its drafts: the tokens that wait for their judgement,
-                 -1 where none waits
+    draft        in a detailed trace of a decoding that verifies drafts: the tokens that wait for a judgement, -1 where
+                 none waits
     """
 
     request_id: str

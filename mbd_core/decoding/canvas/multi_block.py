@@ -4,8 +4,8 @@ prompt | block | block | block |  masks: blocks that are not yet added
     committed -----^                ^end of the added blocks: only positions before it may be filled
 
 A block is added when its predecessor has enough tokens, and becomes active when its predecessor is nearly done. Every
-forward sees the whole canvas, or the rest of it behind a committed prefix. A done block is committed some forwards
-later, when its tokens have settled; that forward's keys are kept.
+forward computes the whole canvas, or its rest after a committed prefix. A done block is committed some forwards later,
+when its tokens have settled. The forward that commits a block computes its final keys.
 """
 
 from dataclasses import dataclass
@@ -25,8 +25,8 @@ from mbd_core.decoding.canvas.unmasking import GuessingDecoder
 class CanvasBlock:
     """Positions [start, stop) of the canvas. Number 0 is the prompt.
 
-    active     if it is the first active block with a mask, it gets a token in every forward
-    done_at    the forward before which it first had no mask
+    active     whether the block is active; the first active block with a mask gets a token in every forward
+    done_at    number of the first forward before which the block had no mask
     """
 
     start: int
@@ -125,10 +125,10 @@ class MultiBlockCanvas(GuessingDecoder):
         return accepted_P
 
     def _prepare(self) -> None:
-        """Everything before the next forward: the EOS, blocks that become active or are added, the cache."""
+        """Prepare the next forward: close the answer after an EOS, activate and add blocks, commit done blocks."""
         eos = self._lane.find(self._eos, self.prompt_length, self.length)
         if eos is not None:
-            self._close_behind(eos)
+            self._close_after(eos)
         if not bool(self._lane.masked.any()):
             self.done = True
             return
@@ -145,8 +145,8 @@ class MultiBlockCanvas(GuessingDecoder):
         active = self._progress(last) >= self.settings.tau_active
         self._blocks.append(CanvasBlock(last.stop, min(last.stop + self._size, self.length), active=active))
 
-    def _close_behind(self, eos: int) -> None:
-        """Decodes nothing behind the first EOS: its positions get this EOS, and no forward number."""
+    def _close_after(self, eos: int) -> None:
+        """Fill the positions after the first EOS with this EOS, so that none of them is decoded. Their step is 0."""
         positions = np.arange(eos + 1, self.length)
         tokens = np.full_like(positions, int(self._lane.tokens[eos]))
         self._lane.fill(positions, tokens, np.zeros(len(positions)), step=0)

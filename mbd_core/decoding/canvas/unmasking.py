@@ -51,7 +51,7 @@ def noise_source(position_P: Tensor, sampling: Sampling, forward: int) -> Draw:
 
 
 class LaneAdjustments:
-    """A request's changes of its logits (`Adjustments`), with the tokens of a lane."""
+    """A request's changes of its logits (`Adjustments`), computed from the tokens of a lane."""
 
     def __init__(self, task: CanvasTask) -> None:
         self._task, self._adjusts = task, task.adjusts
@@ -97,11 +97,11 @@ class GuessingDecoder:
         return list(self.answer_from(0).steps or ())
 
     def answer_from(self, number: int) -> Piece:
-        """The answer behind its first `number` tokens."""
+        """The answer after its first `number` tokens."""
         raise NotImplementedError
 
     def hold_to(self, num_blocks: int) -> None:
-        """A canvas is filled as fast as its method says, however busy the engine."""
+        """Does nothing: how a canvas is filled does not depend on the engine's load."""
 
     def open_logits(self, logits: list[Tensor]) -> OpenLogits:
         """This forward's logits, one tensor (len(logits_at), V) for each query, at the positions it may fill."""
@@ -112,7 +112,7 @@ class GuessingDecoder:
         raise NotImplementedError
 
     def update(self, logits: list[Tensor]) -> CanvasUpdate:
-        """Both halves, for one request alone."""
+        """Both halves, for a single request."""
         opened = self.open_logits(logits)
         return self.accept(opened, *guess([opened]))
 
@@ -178,7 +178,7 @@ def best_first(score_P: np.ndarray) -> np.ndarray:
 
 
 def noisy_scores(guesses: Guesses, canvas: Canvas, sampling: Sampling, forward: int) -> np.ndarray:
-    """Scores (P,) with Gumbel noise: their n highest are n draws without replacement.
+    """Scores (P,) with Gumbel noise: the positions of the n highest are n draws without replacement.
 
     The odds of a position are exp(score / score_temperature). With `score_temperature` 0 they are the scores without
     noise.
@@ -205,7 +205,8 @@ def accept_over_threshold(guesses: Guesses, tau: float, leap: Leap | None) -> np
 
 
 def accept_by_factor(guesses: Guesses, factor: float) -> np.ndarray:
-    """The longest sequence of ranks n with (n + 1)(1 - c_n) <= factor, the first rank always (Fast-dLLM, Sec. 3).
+    """The positions of ranks 1 to n, by falling confidence c, where (i + 1)(1 - c_i) <= factor holds up to rank n. The
+    first rank is always accepted (Fast-dLLM, Sec. 3).
 
     The released code also accepts the last rank if all ranks before it pass; the paper's rule does not.
     """

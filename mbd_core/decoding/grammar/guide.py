@@ -1,12 +1,12 @@
-"""The tokens that an answer under a grammar may have at its next position, and a way for it to end in time.
+"""The tokens that an answer under a grammar may have at its next position, and its end within the budget of tokens.
 
 The positions of an answer are decided from left to right, several in a forward: a grammar knows the continuation of a
-text, but not the text behind a gap. Three kinds of tokens are decided at once and need no forward: tokens that the
-grammar forces, a token that alone is allowed, and an EOS if nothing else has room.
+text, but not the text after a gap. Three kinds of tokens are decided at once and need no forward: tokens that the
+grammar forces, the only allowed token, and an EOS if nothing else has room.
 
-A guide always knows a closing: tokens that complete the answer within its budget (`closings.py`). A decision without a
-closing behind it is taken back, and the closing's own token is decided instead. So an answer is never cut in its
-middle, and an answer whose grammar becomes too complex is closed.
+A guide always knows a closing: tokens that complete the answer within its budget (`closings.py`). A decision that
+leaves no closing is undone, and the closing's next token is decided instead. So an answer is never cut in its middle,
+and an answer whose grammar becomes too complex is closed.
 
 The matcher is llguidance's. Only compiling a grammar imports it, so an engine without grammars, as in the benchmarks
 of a bare GPU machine, runs without it.
@@ -109,7 +109,7 @@ class Guide(GuideState):
             raise GrammarRefused(f"no answer of at most {budget} tokens was found that {accepts}; {remedy}")
         self._closing = new_closing
         self.waited = self.num_waits = 0
-        self._room = (0, 0)  # its places and rows when it began to wait
+        self._room = (0, 0)  # the answer's places and rows when it began to wait
         super().__init__(self._forced_by_closing())
         self.ended = self._ends(self.pending)
         self._decided_tokens += self.pending
@@ -118,9 +118,9 @@ class Guide(GuideState):
     def extend(
         self, num_places: int, num_rows: int, pick: Pick, *, tau: float, quota: int, search: Search
     ) -> list[tuple[int, float]]:
-        """Decides tokens for at most `num_places` open positions, and their probabilities.
+        """Decides tokens for at most `num_places` open positions. Returns them with their probabilities.
 
-        If that takes a new closing and `search` is over, it returns no token and changes nothing. `pick` chooses at
+        If a new closing is needed and `search` is over, no token is decided, and the answer waits. `pick` chooses at
         the first `num_rows` of the positions. The first `quota` choices are taken. Further choices are taken while
         their probability exceeds `tau`. If the grammar overrules the model, `TAU_OVERRULED` is enough, because the
         model's confidence is then in another text. With `tau` 1 only the quota is taken. A forced token has
@@ -171,7 +171,7 @@ class Guide(GuideState):
     def draft(self, number: int, pick: Pick) -> list[tuple[int, float]]:
         """At most `number` next tokens that the grammar allows, and their probabilities: choices, and forced tokens.
 
-        The guide does not change. The tokens end behind an EOS, or where the matcher cannot say what is allowed.
+        The guide does not change. The tokens end after an EOS, or where the matcher cannot say what is allowed.
         """
         matcher, trail = self._matcher.deep_copy(), list[tuple[int, float]]()
         mask_V = None if self.pending or self.ended else self._closings.allowed(matcher)
@@ -186,7 +186,7 @@ class Guide(GuideState):
         return trail[:number]
 
     def allowed(self) -> np.ndarray | None:
-        """The tokens (V,) among which the next choice is; `None` if the grammar cannot say."""
+        """The tokens (V,) that are allowed next; `None` if the matcher cannot say."""
         return self._closings.allowed(self._matcher)
 
     def rest(self, number: int) -> list[int]:
@@ -197,11 +197,11 @@ class Guide(GuideState):
         return tokens[-1:] == [self._closings.eos_token_id]
 
     def _force(self, limit: int, matcher: LLMatcher) -> tuple[list[int], np.ndarray | None]:
-        """Lets the matcher consume the tokens that must follow, about `limit` at most, and returns the tokens (V,)
-        that are allowed behind them.
+        """Lets the matcher consume the tokens that must follow, about `limit` at most. Returns these tokens, and the
+        tokens (V,) that are allowed after them.
 
-        The result is `None` after an EOS, and if the matcher cannot say. A token must follow if the text must go on
-        with it, or if no other token is allowed.
+        The second result is `None` after an EOS, and if the matcher cannot say. A token must follow if the text must
+        go on with it, or if no other token is allowed.
         """
         eos, tokens = self._closings.eos_token_id, list[int]()
         while True:
@@ -228,8 +228,8 @@ class Guide(GuideState):
     def _close(self, trail: list[tuple[int, float]], marks: list[int], search: Search) -> list[tuple[int, float]]:
         """As many choices as leave a closing; if even one choice leaves none, the known closing's next token.
 
-        A new closing is searched once, behind all choices. Behind fewer choices only the known closing counts. No
-        choice is taken if it needs a new closing and `search` was over before.
+        A new closing is searched once, after all choices. After fewer choices only the known closing counts. No choice
+        is taken if the choices need a new closing and `search` was over before.
         """
         has_searched, may_look = False, not search.is_over
         while len(marks) > 1 and not self._matcher.is_error():
@@ -272,7 +272,7 @@ class Guide(GuideState):
         return closing[len(tokens) :] if tokens == closing[: len(tokens)] else None
 
     def _end_of_known(self, limit: int, search: Search) -> list[int] | None:
-        """An end of the known closing that is itself a closing of at most `limit` tokens; `None` if there is none."""
+        """A suffix of the known closing that is a closing of at most `limit` tokens; `None` if there is none."""
         closing = self._closing
         for start in range(len(closing) - 1, max(-1, len(closing) - NUM_TRIED), -1):
             search.count(len(closing) - start)
@@ -312,8 +312,8 @@ class Grammars:
     ) -> Guide:
         """The guide of an answer of at most `max_tokens` tokens, its EOS included. Raises `GrammarRefused`.
 
-        The answer begins with `committed` and can go on with `closing`, if that is known. If the answer may be cut,
-        its EOS has a place behind the last token, which is never reached.
+        The answer begins with `committed` and can go on with `closing`, if a closing is known. If the answer may be
+        cut, the budget has one more place, for an EOS that the answer never reaches.
         """
         matcher, closings = self._matcher(grammar)
         if not matcher.consume_tokens(list(committed)):

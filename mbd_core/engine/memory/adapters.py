@@ -1,4 +1,4 @@
-"""LoRA adapters: each is loaded under a name, and has a slot until it is unloaded. No request may use it then."""
+"""LoRA adapters. Each is loaded under a name, and has a slot until it is unloaded, when no request uses it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -74,7 +74,7 @@ class ResidentAdapters:
             self.ar_names.add(name)
 
     def remove(self, name: str) -> None:
-        """Free the slot of an adapter that nobody uses."""
+        """Free the slot of an adapter that no request uses."""
         assert self._slots is not None
         self.names.discard(name)
         self.ar_names.discard(name)

@@ -15,8 +15,8 @@ With `HostPages`, `alloc` first copies a cached page's content to the host's mem
 free or cached page.
 
 A chain of hashes names content: the hash of a page covers its tokens, the hash of the page before it, and at the root
-the namespace (a model, the version of its weights, an adapter). Block-causality makes the keys of a page a function of
-exactly that. Page 0 is the null page: it has no owner, and writes that must have no effect go there.
+the namespace (a model, the version of its weights, an adapter). Because attention is block-causal, the keys of a page
+depend on nothing else. Page 0 is the null page: it has no owner, and writes that must have no effect go there.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def chain_root(namespace: str) -> bytes:
 
 
 def page_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """The hash of a page of `tokens` behind the page whose hash is `parent`.
+    """The hash of a page of `tokens` after the page whose hash is `parent`.
 
     128 bits of BLAKE2b: equal hashes are taken for equal content, which is not compared. Two different contents among
-    n pages collide with a chance of about n^2 / 2^129 (1e-15 for 10^12 pages), and finding one on purpose takes 2^64
+    n pages collide with a chance of about n^2 / 2^129 (1e-15 for 10^12 pages), and a collision on purpose takes 2^64
     hashes.
     """
     return blake2b(parent + array("q", tokens).tobytes(), digest_size=DIGEST_BYTES, person=b"kv page").digest()
@@ -265,7 +265,7 @@ class PagedKVCache:
 
 
 STAGE_PAGES = 16
-"""Number of pages that are gathered on the device before they cross, so that one page is one copy."""
+"""Number of pages that are gathered on the device at once. A gathered page crosses in one copy."""
 
 
 class HostPages:
@@ -306,7 +306,7 @@ class HostPages:
         return digest in self._slot_of
 
     def touch(self, chain: Iterable[bytes]) -> None:
-        """Marks pages as just used, the first hash of `chain` last; all pages must be here."""
+        """Marks pages as just used. The first hash of `chain` becomes the most recent; all must have copies here."""
         for digest in reversed(list(chain)):
             self._slot_of.move_to_end(digest)
 
@@ -331,7 +331,7 @@ class HostPages:
 
     def restore(self, pages: Mapping[int, bytes]) -> None:
         """Fills pages of the device with the copies of their hashes. `pages` maps their numbers to the hashes, which
-        must all be here."""
+        must all have copies here."""
         slots = [self._slot_of[digest] for digest in pages.values()]
         self.num_restored += len(slots)
         for some_slots, numbers in _batches(slots, list(pages)):

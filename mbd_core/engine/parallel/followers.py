@@ -1,8 +1,8 @@
 """The processes of the followers: ranks 1, 2, ... of a tensor-parallel engine, children of rank 0's process.
 
-Each is a new interpreter, not a fork of rank 0's: so they start alike from any script, notebook or Ray worker, and
-from any thread. A connection leads to each. The function to run goes over it, and the reason of a failure comes back.
-When rank 0's process ends, however it ends, the connection closes and the follower ends too, whatever it waits for.
+Each is a new interpreter, not a fork of rank 0's, so it starts alike from any script, notebook, Ray worker and thread.
+Rank 0 has a connection to each: it sends the function to run, and receives the reason of a failure. When rank 0's
+process ends, however it ends, the connection closes and the follower ends too, whatever it waits for.
 """
 
 import multiprocessing
@@ -24,7 +24,7 @@ class Followers:
     """Child processes, one for each of ranks 1, 2, ...; `end()` them."""
 
     def __init__(self, run: Callable[..., None], args: Sequence[tuple[Any, ...]]) -> None:
-        """Starts a process for each tuple `args`; it calls `run(*args)`. Its module must export `run` by name."""
+        """Starts a process for each tuple of `args`, which calls `run` with it. `run` must be importable by name."""
         command = [sys.executable, "-P", "-c", "from mbd_core.engine.parallel.followers import main; main()"]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         self._connections: list[Connection] = []

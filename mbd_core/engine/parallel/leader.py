@@ -1,11 +1,11 @@
-"""The leader of a tensor-parallel group: rank 0's engine, which the other ranks repeat, and how all of them start.
+"""The leader of a tensor-parallel group: rank 0's engine, whose calls the other ranks repeat, and the group's start.
 
-Before each step rank 0 sends the other ranks the requests added, aborted and preempted since the last step; they make
-the same calls and step with it. Adapters and weights come between two steps, on all ranks or on none; each rank reads
-its own part. A step's decisions follow from the logits alone, which are the same on every rank bit for bit, and from
-no clock and no random state. The host's decisions within a step are sent too, as under grammars: only rank 0 has a
-grammar's state and limits. A fingerprint of rank 0's state goes with each step. A rank with another fingerprint is out
-of step, and ends.
+Before each step rank 0 sends the other ranks the requests added, aborted and preempted since the last step. They make
+the same calls, and step with rank 0. Adapters and weights come between two steps, on all ranks or on none; each rank
+reads its own part. A step's decisions depend on the logits, which are bitwise equal on all ranks, and on no clock or
+random state. Rank 0 also sends the decisions that its host makes within a step, because only rank 0 has the state and
+the limits of a grammar. A fingerprint of rank 0's state goes with each step. A rank with another fingerprint is out of
+step, and ends.
 """
 
 import math
@@ -96,7 +96,7 @@ class ParallelEngine(Engine):
 
     @property
     def rank_sums(self) -> dict[str, Any]:
-        """How the ranks sum: the `name` of the method, and why other methods were `not_chosen`."""
+        """How the ranks sum: the method's `name`, and the reasons against the methods that were `not_chosen`."""
         reduce = self.model.reduce
         assert isinstance(reduce, SharedSums | GroupSums), "the model was loaded by load_shard"
         if isinstance(reduce, SharedSums) and (self.config.batch_invariant or not self.runner.has_kernel_layers):
@@ -179,13 +179,13 @@ class ParallelEngine(Engine):
         nothing.
 
         NCCL needs this order: every rank releases its graphs, all leave together, then rank 0 waits for the followers'
-        processes. Lost followers are killed first, and rank 0 leaves alone. It releases its graphs too, because NCCL's
-        abort waits for them, but does not wait for the device, which may never finish.
+        processes. Lost followers are killed first, and rank 0 leaves without them. Rank 0 still releases its graphs,
+        because NCCL's abort waits for graphs, but does not wait for the device, which may never finish.
         """
         if self._closed.is_set():
             return
         self._closed.set()
-        self._heartbeat.join(1.0)  # a sign of life under way; an interruption lasts until the graphs are gone
+        self._heartbeat.join(1.0)  # for a sign of life under way; an interruption lasts until the graphs are released
         is_orderly = self._stop_followers()
         self._failure = self._failure or "the engine was closed"
         self._graphs.release(wait=is_orderly)

@@ -17,8 +17,8 @@ RULES: tuple[Rule, ...] = ("strict", "flexible", "base", "plus")
 
 @dataclass(frozen=True, kw_only=True)
 class SampleCounts:
-    """The counts of one request (`decoding.request.Counts`) that do not depend on what ran beside it; `None`: the
-    endpoint does not say the count."""
+    """The counts of one request (`decoding.request.Counts`) that do not depend on the rest of its batch. `None`: the
+    endpoint does not report the count."""
 
     num_prompt_tokens: int | None
     num_tokens: int | None
@@ -42,12 +42,12 @@ class GradedSample:
     """One graded request. `counts` is `None` if decoding failed, for the reason in `error`; such a sample counts as
     wrong.
 
-    problem  the id of its problem
+    problem  the problem's id
     cut      whether the answer ended at the limit of its tokens
-    is_bare  whether it is of an endpoint that says no forwards, or compares log-likelihoods
-    seed     the sweep's; under several seeds a problem has several samples
-    draw     its number among the drawn answers to its problem; `None` of a greedy sweep
-    vote     of a drawn math answer, the first answer that the grader takes as equal to it
+    is_bare  whether forwards are unknown: the endpoint does not report them, or the sample compares log-likelihoods
+    seed     the sweep's seed; under several seeds a problem has several samples
+    draw     the answer's number among the drawn answers to its problem; `None` in a greedy sweep
+    vote     for a drawn math answer, the first answer to the problem that the grader takes as equal
     """
 
     problem: str
@@ -69,19 +69,19 @@ class GradedSample:
 class Summary:
     """The results of a configuration on `n` samples.
 
-    accuracy           percent right of all `n`, errors counted as wrong; `accuracy_low` and `accuracy_high` are the
-                       bounds of its 95 % Wilson interval, of a bootstrap over problems where these have several draws
+    accuracy           percent right of all `n`, errors counted as wrong; `accuracy_low` and `accuracy_high` bound the
+                       95 % interval: Wilson's, or a bootstrap over problems if these have several draws
     by_rule            the accuracy by each rule that judged a sample: strict and flexible extraction, or EvalPlus's
                        base inputs, and its base and plus inputs; a sample that a rule did not judge is wrong
     tpf                mean over samples of useful tokens per forward; `tpf_stderr` the standard error of that mean
     tpf_ratio_of_sums  all useful tokens / all forwards
     nfe                mean forwards per sample; `nfe_stderr` the standard error of that mean
     tokens             mean useful tokens per sample; `tokens_stderr` likewise
-    positions          computed positions of all samples / all forwards; `None` also where a folder lacks them
+    positions          computed positions of all samples / all forwards; `None` also if a folder does not have them
     cut                answers that ended at the limit of their tokens
     errors             samples without counts; they do not enter tpf and nfe
 
-    A number is `None` if the endpoint did not say it for every sample.
+    A number is `None` if the endpoint did not report it for every sample.
     """
 
     n: int
@@ -169,7 +169,7 @@ def _mean(values: Sequence[float | None], *, bare: bool) -> tuple[float | None, 
 
 
 def _total(counts: Sequence[SampleCounts], name: str, *, bare: bool) -> int | None:
-    """The sum of a count; `None` if it is unknown of a sample, and without any sample."""
+    """The sum of a count; `None` if a sample lacks the count, or if no sample of a bare sweep has counts."""
     values: list[int | None] = [getattr(c, name) for c in counts]
     if None in values or (bare and not values):
         return None

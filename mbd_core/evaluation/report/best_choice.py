@@ -20,7 +20,7 @@ def check_choice(
 ) -> None:
     """Raise `ValueError` if the best configurations of a sweep that is yet to run could not be chosen or written.
 
-    `folders` has each model's own folder; `None` for a model that lies elsewhere, as at a URL.
+    `folders` has each model's own folder; `None` for a model that lies elsewhere, for example at a URL.
     """
     for name, folder in folders.items():
         if folder is None:
@@ -39,8 +39,8 @@ def check_choice(
 
 
 def models_of(folders: Sequence[Path], model_folders: Sequence[Path]) -> dict[str, Path]:
-    """The sweeps' model that each model folder holds, by its files. Raises `ValueError` if a folder matches no model,
-    two folders match the same model, or a folder is not writable."""
+    """A map from the sweeps' models to the folders with the same files. Raises `ValueError` if a folder matches no
+    model, two folders match the same model, or a folder is not writable."""
     digests = {name: digest for folder in folders for name, digest in read_record(folder).plan["models"].items()}
     targets: dict[str, Path] = {}
     for model_folder in model_folders:
@@ -61,8 +61,8 @@ def models_of(folders: Sequence[Path], model_folders: Sequence[Path]) -> dict[st
 
 
 def best_points(folders: Sequence[Path], models: Sequence[str], by: By) -> list[BestPoint]:
-    """The best configuration of each model in the sweeps. Raises `ValueError` for unfinished sweeps, and as
-    `choose_best` does."""
+    """The best configuration of each model in the sweeps. Raises `ValueError` for unfinished sweeps, and the errors of
+    `choose_best`."""
     num_planned, samples = planned_samples(joinable_records(folders)), load_samples(folders)
     num_samples = sum(map(len, samples.values()))
     if num_samples < num_planned:

@@ -1,4 +1,4 @@
-"""The metrics of lm-evaluation-harness's tasks and groups, aggregated by their own rules, of every configuration."""
+"""The metrics of lm-evaluation-harness's tasks and groups for every configuration, aggregated by the harness."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -24,8 +24,8 @@ class HarnessNumbers:
 
 
 def harness_numbers(folders: Sequence[Path], keys: Sequence[ReportKey]) -> dict[ReportKey, HarnessNumbers]:
-    """The numbers of the harness's tasks among the configurations, and of the groups asked for. No configuration has
-    the key of a group. A sample that two folders hold counts once."""
+    """The numbers of the harness's tasks among `keys`, and of the groups that the sweeps named. The groups' keys are
+    not in `keys`. A sample that two folders hold counts once."""
     if not any(key.task.startswith(HARNESS_PREFIX) for key in keys):
         return {}
     rows = {

@@ -1,4 +1,4 @@
-"""A report as one HTML page that needs nothing but itself: tables, accuracy over TPF, and samples with their decoding.
+"""A report as one self-contained HTML page: tables, accuracy over TPF, and samples with their decoding.
 
 The page is `page.html`, a Jinja template. It opens from file:// and loads nothing. Texts are escaped, or reach it as
 JSON and become text nodes, so that nothing of a prompt or an answer is markup.
@@ -19,7 +19,7 @@ from mbd_core.evaluation.report.tables import SETTINGS
 from mbd_core.tables import Table, anchor, cell_text, script_json
 
 TEMPLATE = Path(__file__).with_name("page.html")
-LONG = 48  # characters of a cell for which its column is wide
+LONG = 48  # characters; a longer cell makes its column wide
 
 
 def render_page(
@@ -30,7 +30,7 @@ def render_page(
     labels: Mapping[str, str],
     settings: Mapping[str, Any],
 ) -> bytes:
-    """The page. `labels` maps task names to their heads."""
+    """The page. `labels` maps the names of tasks to their titles."""
     models = list(dict.fromkeys(row.key.model for row in rows))
     front = {key for task in labels for key in front_of([row for row in rows if row.key.task == task])}
     data = {
@@ -66,7 +66,7 @@ def render_page(
 
 
 def _sections(tables: Sequence[Table]) -> list[list[Table]]:
-    """The tables by the headings of the first two levels."""
+    """The tables in groups; each group begins with a heading of level 1 or 2."""
     sections: list[list[Table]] = []
     for table in tables:
         if table.title and table.level <= 2:

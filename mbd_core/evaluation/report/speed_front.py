@@ -47,8 +47,8 @@ def front_of(report: Mapping[str, Any], *, model: str | None = None, tasks: Sequ
 def write_front(folder: Path, front: SpeedFront, *, overwrite: bool = False) -> None:
     """Put the front into the folder's `generation_config.json`, whose other fields stay.
 
-    Raises `ValueError` where there is a front already, unless `overwrite`, and for decoding that the model cannot
-    honour.
+    Raises `ValueError` if the file has a front already, unless `overwrite` is given, and for decoding that the model
+    cannot honour.
     """
     config, generation = load_config(folder), load_generation_defaults(folder)
     if generation.get(KEY) is not None and not overwrite:
@@ -62,7 +62,7 @@ def write_front(folder: Path, front: SpeedFront, *, overwrite: bool = False) -> 
 
 
 def front_table(front: SpeedFront) -> str:
-    """The front as text, a line a point."""
+    """The front as text, one line for each point."""
     names = [name for name in front.points[0].decoding if len({str(p.decoding.get(name)) for p in front.points}) > 1]
     lines = [f"{'speed':>6} {'accuracy':>8} {'tpf':>6}  what differs"]
     for speed, point in zip(front.speeds, front.points, strict=True):

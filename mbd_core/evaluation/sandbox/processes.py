@@ -3,9 +3,9 @@
 With bubblewrap (`bwrap`) a process has its own namespaces (no other process, no network), sees the system's libraries
 and Python read-only and no other file, not even `/proc`, and has a small throw-away folder. If bubblewrap is absent or
 forbidden by the machine, the process writes no file and starts no program, and Landlock, if the kernel has it, lets it
-read the same files alone. Either way it has no capability, and a filter of system calls lets it start no process, open
-no socket and send no signal. Its time, memory, threads, files and output are limited. If the grader is root, each
-program is a user of its own.
+read only the same files. In both cases it has no capability, and a filter of system calls lets it start no process,
+open no socket and send no signal. Its time, memory, threads, files and output are limited. If the grader is root, each
+program runs as a separate user.
 """
 
 import ctypes
@@ -73,15 +73,15 @@ class Contained:
         self._fd = lines_fd
         self._buffer = bytearray()
         self._started = time.monotonic()
-        self._chain: list[int] = []  # known once it has sent a line
+        self._chain: list[int] = []  # ids of its processes, known once a line has come
 
     def read_line(self, *, seconds: float, longest: int, others: Sequence["Contained"] = ()) -> bytes | None:
-        """The next line without its end, `None` when there is none any more.
+        """The next line without its end; `None` after the last line.
 
         Raises `OverflowError` if the line is longer than `longest` bytes. Raises `TimeoutError` if the process, and
-        the `others` that it waits for, take more than `seconds` for it. This is wall time without their waits for a
-        busy processor; the whole takes at most `PATIENCE` times as long. So a busy machine fails no right program,
-        and a program that sleeps holds its place no longer than on a free machine.
+        the `others` that it waits for, take more than `seconds` for the line. These seconds leave out waits for a busy
+        processor; with them the line may take `PATIENCE` times as long. So a busy machine fails no right program, and
+        a program that sleeps holds its place no longer than on a free machine.
         """
         start = time.monotonic()
         usage_before = ProcessorUse() if b"\n" in self._buffer else self._usage(others)
@@ -124,13 +124,13 @@ class Contained:
         return ProcessorUse(sum(use.computed for use in uses), sum(use.delayed for use in uses), ready)
 
     def wait_briefly(self) -> int:
-        """Its exit status as `end` gives it, after a moment in which it may end by itself."""
+        """End the process after a moment in which it may end by itself. Returns the exit status, as `end` does."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(0.5)
         return self.end()
 
     def end(self) -> int:
-        """Kill the rest of its processes. Returns its exit status, negative for a signal."""
+        """Kill the process and its children. Returns the exit status, negative for a signal."""
         with suppress(ProcessLookupError):
             if self._process.poll() is None:
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -155,7 +155,7 @@ class ProcessorUse:
 
 
 def _usage(pid: int) -> ProcessorUse:
-    """The use of the processor; zero if the machine does not say it, so all wall time is the process's own."""
+    """The use of the processor; zero if the machine does not report it, so all wall time is the process's own."""
     try:
         computed, delayed = Path(f"/proc/{pid}/schedstat").read_bytes().split()[:2]
         state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
@@ -232,7 +232,7 @@ def _contained_process(
 
 
 def _walls(isolation: Isolation, *, own_user: bool) -> dict[str, Any] | None:
-    """The order by which the process confines itself before it runs the program (`child.confine`)."""
+    """The settings with which the process confines itself before it runs the program (`child.confine`)."""
     if isolation == "limits":
         return None
     strict = isolation != "bubblewrap"
@@ -318,7 +318,7 @@ def bubblewrap_command(*, own_user: bool) -> tuple[str, ...]:
     bindings += [(Path(name), modules / Path(name).name) for name in (plain_data.__file__, sandbox_child.__file__)]
     parents = {folder for path in (*(path for _, path in bindings), *map(Path, DEVICES)) for folder in path.parents}
     for folder in sorted(parents):
-        command += ["--dir", str(folder)]  # what bubblewrap makes by itself is open to root only
+        command += ["--dir", str(folder)]  # folders that bubblewrap makes by itself are open to root only
     for source, path in bindings:
         if source.is_symlink():
             command += ["--symlink", os.readlink(source), str(path)]
@@ -341,7 +341,7 @@ def available_isolation() -> Isolation:
 
 
 def describe_isolation(walls: Walls = "any") -> str:
-    """How this machine contains programs, in words. Raises `ValueError` if it lacks the walls of `walls`."""
+    """How this machine contains programs, in words. Raises `ValueError` if `walls` requires more than it has."""
     isolation = available_isolation()
     if walls == "required" and isolation not in ISOLATED:
         raise ValueError(
@@ -355,8 +355,8 @@ def describe_isolation(walls: Walls = "any") -> str:
 
 
 def hide_memory() -> None:
-    """Keep this process's memory from other processes of its user, for good. With the filter alone nothing else
-    does."""
+    """Hide this process's memory from other processes of its user, for good. Only the isolation `filter` needs this:
+    stricter isolation hides the memory too."""
     if available_isolation() == "filter":
         ctypes.CDLL(None).prctl(sandbox_child.DUMPABLE, 0, 0, 0, 0)
 
@@ -368,12 +368,12 @@ def _is_allowed(isolation: Isolation) -> bool:
 
 @functools.cache
 def has_own_user(isolation: Isolation) -> bool:
-    """Whether each program can be a user of its own: where the grader is root and may change its user."""
+    """Whether each program can run as a separate user: if the grader is root and may change its user."""
     return isolation != "limits" and os.geteuid() == 0 and _last_user() > 0 and _works(isolation, own_user=True)
 
 
 def _works(isolation: Isolation, *, own_user: bool) -> bool:
-    program = "import json, numpy\ndef f():\n    return 1\n"  # their files are there for the program's user too
+    program = "import json, numpy\ndef f():\n    return 1\n"  # the program's user must be able to read their files
     order = {"program": program, "entry_point": "f", "inputs": [[]], "convert": ""}
     with _contained_process("answer", order, Limits(), None, None, isolation, own_user=own_user) as process:
         try:
@@ -402,7 +402,7 @@ def _spare_user() -> int:
 
 @functools.cache
 def _last_user() -> int:
-    """The last user but nobody that may be given to a process; 0 if there is none."""
+    """The last user id before `nobody` that may be given to a process; 0 if there is none."""
     try:
         first, _, count = map(int, Path("/proc/self/uid_map").read_text().split("\n")[0].split())
     except (OSError, ValueError):

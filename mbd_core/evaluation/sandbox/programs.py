@@ -50,8 +50,8 @@ def run_calls(
     """Define the program, call its function, and pass every answer to `accept`. The first refused answer decides the
     verdict. The detail also names wrong inputs that the program reaches within `FURTHER_SECONDS` after it.
 
-    `limits.wall_seconds` is for all calls together, by the rule of `Contained.read_line`; the definition has at most
-    `DEFINE_SECONDS` of it.
+    `limits.wall_seconds` is for the definition and all calls together, by the rule of `Contained.read_line`. The
+    definition may take at most `DEFINE_SECONDS`.
     """
     order = {
         "program": program,
@@ -150,7 +150,7 @@ def run_tests(
     check: str = "",
     isolation: Isolation | None = None,
 ) -> RunVerdict:
-    """Run a benchmark's tests against the program. Each has its own process; the two exchange only plain data.
+    """Run a benchmark's tests against the program, in two processes that exchange only plain data.
 
     `tests` follow `preamble`. If `check` is given, this function of the tests is called with the program's function.
     """
@@ -182,7 +182,7 @@ def run_tests(
 
 
 def _further_failures(process: Contained, answerer: Contained, limits: Limits) -> str:
-    """The assertions that failed, in words, if more than one did and the tests came to their end in time."""
+    """The assertions that failed, in words; empty unless more than one failed and the tests ended in time."""
     seconds = min(FURTHER_SECONDS, process.left_of(limits.wall_seconds))
     try:
         line = process.read_line(seconds=seconds, longest=LONGEST_VERDICT, others=[answerer]) if seconds > 0 else None

@@ -25,7 +25,7 @@ def load_samples(folders: Sequence[Path]) -> dict[ReportKey, list[GradedSample]]
     """The samples of sweeps by configuration: configurations in the order of their plans, samples by number.
 
     A sample that several folders hold is counted once if their sweeps are the same. Raises `ValueError` if two
-    different sweeps share a model's configuration and a problem, because nothing says which row counts. Another seed
+    different sweeps share a model's configuration and a problem, because it is open which row counts. Another seed
     gives other problems only if the task draws its problems; a file's problems, and so their answers, are the same
     under every seed.
     """

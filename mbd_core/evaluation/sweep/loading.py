@@ -23,7 +23,7 @@ class SweptModel:
     """A model of a sweep.
 
     place      an argument of `model_folder`
-    contents   its folder, with the decoding that its author recommends
+    contents   the model's folder, with the decoding that the model's author recommends
     positions  the longest sequence that the sweep's engine holds, in tokens
     """
 
@@ -35,7 +35,7 @@ class SweptModel:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepInputs:
-    """Everything from which a sweep is planned."""
+    """The inputs of a sweep's plan."""
 
     options: SweepOptions
     sampling: Sampling
@@ -47,7 +47,7 @@ class SweepInputs:
 
 
 def load_inputs(options: SweepOptions) -> SweepInputs:
-    """Read what the options name; `ValueError` says in one sentence what cannot be read."""
+    """Read what the options name. Raises `ValueError`, one sentence, for a thing that cannot be read."""
     recipe = find_recipe(options.recipe)
     return SweepInputs(
         options=options,
@@ -109,8 +109,10 @@ def _read_model(model: str, options: SweepOptions) -> SweptModel:
 
 
 def task_files(options: Sequence[str], tasks: Sequence[str], *, option: str) -> dict[str, str]:
-    """The path of each task's file, from TASK=PATH, or from PATH alone if there is one task."""
+    """The path of each task's file, from TASK=PATH, or from a bare PATH if there is one task."""
     files: dict[str, str] = {}
+    if options and not tasks:
+        raise ValueError(f"{option} {options[0]}: none of the --tasks takes a file; leave {option} out")
     for item in options:
         task, equals, path = item.partition("=")
         if not (equals and task in tasks):

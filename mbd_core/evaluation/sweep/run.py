@@ -1,6 +1,7 @@
 """A sweep's run: an executor decodes, grades and times the folder's missing parts, and a report follows.
 
-A repeated run goes on from the parts in the folder. Endpoints are asked from this process, which alone has their keys.
+A repeated run goes on from the parts in the folder. Endpoints are asked from this process, because only it has their
+keys.
 """
 
 import os
@@ -34,7 +35,7 @@ ReportType = TypeVar("ReportType")
 
 @dataclass(frozen=True)
 class SweepRun:
-    """A sweep in its parts and timed cases, the same for any number of engines, and its record."""
+    """A sweep, its record, and its parts and timed cases, which do not depend on the number of engines."""
 
     sweep: Sweep
     record: SweepRecord
@@ -63,10 +64,10 @@ class SweepRun:
         """Compute the missing parts and cases of the folder at `path`. The report is written once all samples are
         there, and again with the times.
 
-        `start` starts an executor, if anything is to be computed. `publish` is as `SweepFolder.claim` takes it, and
-        `name` is the folder's in sentences. Raises `RuntimeError`, one sentence, if the executor fails (the traceback
-        is in the folder), and, after the report, if a model cannot be loaded for timing. Raises `ValueError` as
-        `SweepFolder.claim` does, and `EndpointLost`.
+        `start` starts an executor, if anything is to be computed. `publish` is passed to `SweepFolder.claim`. `name`
+        stands for the folder in messages (default: `path`). Raises `RuntimeError`, one sentence, if the executor fails
+        (the traceback is in the folder), and, after the report, if a model cannot be loaded for timing. Raises
+        `EndpointLost`, and the `ValueError` of `SweepFolder.claim`.
         """
         place = name or str(path)
         with ExitStack() as stack:
@@ -91,7 +92,7 @@ class SweepRun:
                 parts = [self.parts[number] for number in record.parts]
                 tables = self._compute(parts, missing_numbers, executor, stage)
                 collect_samples(tables, folder, parts, num_engines=executor.num_engines)
-                content = report(folder)  # it is there whatever becomes of the times
+                content = report(folder)  # before the timing, which may fail
                 if folder.missing_cases():
                     refusal = self._time(folder, executor)
                     content = report(folder)
@@ -128,7 +129,7 @@ class SweepRun:
 
 
 def ask_parts(parts: Sequence[Part], executor: Executor, stage: EndpointStage) -> Iterator[NumberedTable]:
-    """Ask endpoints for parts, one after the other; each is graded while the next one is asked.
+    """Ask endpoints for parts, one after the other; each part is graded while the next part is asked.
 
     Raises `EndpointLost` after the parts that were answered before are graded.
     """
@@ -234,8 +235,8 @@ class SweepProgress:
         self._num_done = 0  # rows since then
 
     def done(self, number: int) -> list[str]:
-        """Count a finished part. Returns the lines to show: of a task that a model has ended, or of all tasks after a
-        while."""
+        """Count a finished part. Returns the lines to show: for tasks that a model has now finished, and every
+        `SECONDS` also for all unfinished tasks."""
         rows = Counter(map(_subject, self._parts[number].rows))
         self._num_left -= rows
         subjects = [subject for subject in rows if not self._num_left[subject]]

@@ -21,6 +21,7 @@ def sweep(
     seed: int = 0,
     tau_m2t: float = 0.9,
     num_forwards: int | None = 4,
+    draw: int | None = None,
     **fields: float,
 ) -> Path:
     rows = [
@@ -34,6 +35,7 @@ def sweep(
             "config": json.dumps({"tau_m2t": tau_m2t, "buffer_size": 4, **fields}),
             "num_tokens": 12,
             "num_forwards": num_forwards,
+            **({} if draw is None else {"draw": draw}),
         }
         for problem, correct in right.items()
     ]
@@ -55,6 +57,18 @@ def test_answers_are_paired_by_seed_and_problem(tmp_path: Path) -> None:
     assert pairs.p_value == 1.0
     low, high = pairs.accuracy.bounds
     assert pairs.accuracy.value == 25.0 and low < 0 < high
+
+
+def test_drawn_answers_are_paired_by_their_numbers_too(tmp_path: Path) -> None:
+    folders = [
+        sweep(tmp_path / f"{model}{draw}", model, {"a": model == "x" or draw == 1, "b": draw == 0}, draw=draw)
+        for model in ("x", "y")
+        for draw in (0, 1)
+    ]
+    first, second = (load_answers(folders, model=model, **SETTING) for model in ("x", "y"))
+    pairs = pair_answers(first, second)
+    assert (pairs.num_problems, pairs.first_only, pairs.second_only) == (2, 1, 0)
+    assert pairs.num_decoded == 4 and pairs.accuracy.value == 25.0
 
 
 def test_forwards_are_compared_where_both_have_them(tmp_path: Path) -> None:

@@ -94,6 +94,7 @@ def test_a_path_alone_is_the_file_of_the_one_task(tiny_model_dir: Path, tmp_path
     [
         ({"data": ["a.jsonl"], "tasks": ["gsm8k", "humaneval"]}, "with several tasks write TASK=PATH"),
         ({"data": ["gsm8k=a", "gsm8k=b"], "tasks": ["gsm8k"]}, "gives task 'gsm8k' two files: a and b"),
+        ({"data": ["a.jsonl"], "tasks": ["harness:any"]}, "none of the --tasks takes a file"),
         ({"data": ["gsm8k=a"]}, "the task 'gsm8k' is not among --tasks gsm-mini"),
         ({"tensor_parallel": 3}, "--tensor-parallel 3 cannot be honoured: model 'tiny-random'"),
         ({"methods": ["verified-two-sizes"]}, "needs a model that drafts: name it by --draft-model"),

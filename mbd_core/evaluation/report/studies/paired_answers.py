@@ -26,17 +26,18 @@ class GradedAnswer:
         return self.num_tokens / self.num_forwards
 
 
-SharedProblems = Mapping[tuple[Any, ...], GradedAnswer]  # by seed, problem and, of drawn answers, number
+SharedProblems = Mapping[tuple[Any, ...], GradedAnswer]  # by seed, problem, and the number of a drawn answer
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairedAnswers:
     """Two models on the same problems.
 
-    first_only, second_only  problems on which only the first model, or only the second, is right, or under more seeds
-    num_decoded              answers that both could decode
+    first_only, second_only  number of problems on which the first, or the second, model has more right answers
+    num_decoded              number of answers that both models could decode
     accuracy                 mean difference, first model minus second, in percentage points, over all answers
-    tpf, nfe                 likewise useful tokens per forward, and forwards, over decoded answers; `None` without one
+    tpf, nfe                 the same for useful tokens per forward and for forwards, over the `num_decoded` answers;
+                             `None` without such answers
     """
 
     num_problems: int
@@ -56,8 +57,8 @@ class PairedAnswers:
 def load_answers(
     folders: Sequence[Path], *, model: str, task: str, tau_m2t: float, buffer_size: int
 ) -> SharedProblems:
-    """The answers by (seed, problem), for one model and configuration; `ValueError` if none exists, or if the answers
-    are of several configurations or methods."""
+    """The answers of one model and configuration. Raises `ValueError` if there are none, or if they are of several
+    configurations or methods."""
     answers: dict[tuple[Any, ...], GradedAnswer] = {}
     variants: set[tuple[str, str]] = set()
     for folder in folders:
@@ -94,7 +95,7 @@ def pair_answers(first: SharedProblems, second: SharedProblems) -> PairedAnswers
     decoded = [key for key in keys if first[key].num_forwards and second[key].num_forwards]
     first_only, second_only = wins_and_losses(right)
     return PairedAnswers(
-        num_problems=len({problem for _, problem in keys}),
+        num_problems=len({key[1] for key in keys}),
         first_only=first_only,
         second_only=second_only,
         num_decoded=len(decoded),

@@ -2,7 +2,7 @@
 
     accuracy  the most accurate configuration; on ties, the higher TPF
     tps       the highest measured Batch-1 TPS among configurations at most 5 points below the best accuracy (d3LLM's
-              floor), because the fastest of all often answers nothing
+              floor), because the fastest configuration often answers nothing right
     knee      the point of the Pareto front of accuracy against TPF that is farthest above the chord between its ends,
               with both axes scaled to the front's range; on ties, the more accurate. A front of two points has no
               point above the chord, so its more accurate end is chosen
@@ -37,7 +37,8 @@ FLOOR = 5.0  # points of accuracy
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A configuration: the summary of each task's choosing half and of its other half, and its TPS where timed."""
+    """A configuration, with its results by task on the half of the problems for the choice and on the other half, and
+    its TPS if it was timed."""
 
     method: str
     config: Mapping[str, Any]
@@ -99,13 +100,13 @@ class BestPoint:
 
 
 def is_for_choice(problem: str) -> bool:
-    """Whether a problem belongs to the choosing half. A hash of its id decides, so that the half is the same in every
+    """Whether a problem is in the half for the choice. A hash of its id decides, so that the half is the same in every
     sweep."""
     return hashlib.sha256(problem.encode()).digest()[0] % 2 == 0
 
 
 def check_halves(problems: Mapping[str, Sequence[str]]) -> None:
-    """Raise `ValueError` for a task (its problems' ids, by its name) that has no problem in one of the halves."""
+    """Raise `ValueError` for a task without a problem in one of the halves. `problems` maps tasks to problems' ids."""
     for task, ids in problems.items():
         if len({is_for_choice(problem) for problem in ids}) < 2:
             raise ValueError(

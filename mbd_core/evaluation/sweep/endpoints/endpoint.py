@@ -1,7 +1,7 @@
-"""An OpenAI endpoint as a sweep's model: its name, its facts about itself, and its answers to a sweep's rows.
+"""An OpenAI endpoint as a sweep's model: its name, what it reports about itself, and its answers to a sweep's rows.
 
-An endpoint of this project takes decoding fields in a request and says with each answer how many forwards it took. Any
-other endpoint gives texts, tokens and seconds, and its only method is `ENDPOINT_DEFAULT`.
+An endpoint of this project takes decoding fields in a request, and reports each answer's number of forwards. Any other
+endpoint gives texts, tokens and seconds, and its only method is `ENDPOINT_DEFAULT`.
 """
 
 import json
@@ -39,7 +39,7 @@ from mbd_core.proxies import is_own, proxy_note
 if TYPE_CHECKING:
     import openai
 
-ENDPOINT_DEFAULT = "endpoint-default"  # the method of an endpoint that decodes as it likes
+ENDPOINT_DEFAULT = "endpoint-default"  # the method of an endpoint that takes no decoding fields
 SECONDS = 600.0  # of a request
 RETRIES = 8  # the client waits as long as Retry-After says, else 0.5 s to 8 s, twice as long each time
 MARK = "mbd"  # the field in which an endpoint of this project answers with its counts
@@ -48,7 +48,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointAddress:
-    """Where an endpoint is asked, and under which name it stands in the report. A key is no part of it."""
+    """An endpoint's URL and model, and its name in the report. The endpoint's key is kept elsewhere."""
 
     name: str
     url: str
@@ -56,7 +56,7 @@ class EndpointAddress:
 
     @classmethod
     def parse(cls, text: str) -> "EndpointAddress":
-        """`NAME=URL[#MODEL]`; `ValueError` says what is wrong."""
+        """Reads `NAME=URL[#MODEL]`. Raises `ValueError` for any other text."""
         name, equals, address = text.partition("=")
         url, _, model = address.strip().partition("#")
         try:
@@ -81,7 +81,7 @@ class EndpointAddress:
 class Endpoint:
     """An endpoint that has answered.
 
-    positions  the tokens of a prompt and its answer, at most; `None` where it does not say
+    positions  most tokens of a prompt with its answer; `None` if the endpoint does not report it
     defaults   the decoding of a request without decoding fields; `None`: the endpoint is not of this project
     slots      the largest buffer_size that an endpoint of this project takes
     form       the form of request that it takes
@@ -111,8 +111,8 @@ def is_endpoint(digest: str) -> bool:
 
 
 def read_keys(options: Sequence[str], names: Iterable[str]) -> dict[str, str]:
-    """The keys of endpoints from `NAME=VARIABLE`; no error repeats the text in a variable's place, which may be a
-    key."""
+    """The keys of endpoints from `NAME=VARIABLE`. No error repeats the text after `=`, which may be a key by
+    mistake."""
     keys: dict[str, str] = {}
     names_text = list(names)
     for option in options:
@@ -135,8 +135,8 @@ def read_keys(options: Sequence[str], names: Iterable[str]) -> dict[str, str]:
 
 
 def client_of(url: str, key: str | None, *, retries: int = RETRIES) -> "openai.OpenAI":
-    """OpenAI's client; `ValueError` if its package is not installed. Of the environment only a proxy before other
-    machines counts: no other endpoint's key is sent to this one."""
+    """OpenAI's client. It takes only a proxy for other machines from the environment, so that no other endpoint's key
+    is sent to this one. Raises `ValueError` if its package is not installed, or for a bad URL."""
     try:
         import openai
     except ImportError:
@@ -154,7 +154,7 @@ def client_of(url: str, key: str | None, *, retries: int = RETRIES) -> "openai.O
             timeout=SECONDS,
             http_client=openai.DefaultHttpxClient(timeout=SECONDS, **direct),
         )
-    except Exception as error:  # of whichever HTTP client it has
+    except Exception as error:  # its type depends on the HTTP client
         raise ValueError(f"--endpoint {url} is no URL that can be asked: {error}{note}") from None
 
 
@@ -215,7 +215,7 @@ def _check_sampling(place: str, form: RequestForm, sampling: Sampling) -> None:
 
 def try_decoding(endpoint: Endpoint, key: str | None, configs: Sequence[Mapping[str, Any]]) -> None:
     """Ask an endpoint of this project for a token with each configuration. Raises `ValueError`, with the endpoint's
-    words, if it cannot honour a configuration. Canvases are left out: they are filled as a whole."""
+    words, if it cannot honour a configuration. Canvases are not tried: they would be filled completely."""
     import openai
 
     client = client_of(endpoint.url, key, retries=1)
@@ -235,7 +235,7 @@ def try_decoding(endpoint: Endpoint, key: str | None, configs: Sequence[Mapping[
 
 
 def _named_models(client: "openai.OpenAI") -> tuple[list[str], dict[str, int]]:
-    """The models that the endpoint names, none if it has no such route, with their positions where it says them."""
+    """The names of the endpoint's models (none if it lacks this route), and their positions if it reports them."""
     import openai
 
     try:
@@ -247,7 +247,7 @@ def _named_models(client: "openai.OpenAI") -> tuple[list[str], dict[str, int]]:
 
 
 def _own_endpoint(client: "openai.OpenAI", endpoint: Endpoint) -> Endpoint:
-    """An endpoint of this project, with the facts about its model that its own routes give, beside OpenAI's under
+    """An endpoint of this project, with facts about its model from this project's own routes, which lie beside
     `/v1`."""
     root = endpoint.url.removesuffix("/v1")
     health = client.get(f"{root}/health", cast_to=object)
@@ -292,20 +292,20 @@ def error_text(error: Exception, key: str | None) -> str:
 
 # The first stage of a sweep against endpoints: every row of a table is asked, as `DecodeStage` decodes it.
 #
-# What an endpoint does not say stays unknown (null). A request that it refuses, or fails for good while it answers
-# others, is a row with the reason. If an endpoint is gone, or no longer lets us in, nothing of its table is kept, so
-# that the sweep resumes there later.
+# What an endpoint does not report stays unknown (null). A request that an endpoint refuses, or fails for good while it
+# answers other requests, becomes a row with the reason. If an endpoint is gone, or no longer lets us in, its table is
+# dropped, so that the sweep can continue with it later.
 
 TOKEN_SECONDS = 60.0  # for one token, after another request has failed
-MOST_STOPS = 4  # stop strings that OpenAI's interface takes; all of them end the text
-# every further request would get these too, because the client has repeated the request
+MOST_STOPS = 4  # stop strings that OpenAI's interface takes; afterwards the text is cut at all stop strings
+# statuses that every further request would get too: the client has repeated the request already
 CLOSED_STATUSES = (401, 403, 404, 405, 429, 502, 503)
 # other interfaces' words for OpenAI's, which some endpoints pass on
 FINISH_REASONS = {
     **dict.fromkeys(("max_tokens", "MAX_TOKENS", "max_output_tokens", "model_length", "max_length"), "length"),
     **dict.fromkeys(("eos", "eos_token", "end_turn", "stop_sequence", "STOP", "COMPLETE"), "stop"),
 }
-ODD = (ValueError, TypeError, AttributeError, LookupError, OverflowError, RecursionError)  # of an answer's content
+ODD = (ValueError, TypeError, AttributeError, LookupError, OverflowError, RecursionError)  # of odd answers
 
 
 class EndpointLost(RuntimeError):
@@ -381,7 +381,7 @@ class EndpointStage:
             columns = _columns(answer, raw.elapsed.total_seconds(), json.loads(row["stop"]))
             if ToolChat.of_input(row["input"]) is not None:
                 columns["text"] = answer_text(columns["text"] or "", _calls(answer.choices[0].message))
-            pa.Table.from_pylist([{**row, **columns}], schema=DECODED_COLUMNS)  # raises for what no column can hold
+            pa.Table.from_pylist([{**row, **columns}], schema=DECODED_COLUMNS)  # raises for odd values
             return columns
         except openai.APIStatusError as error:
             said = f"answers {error.status_code}: {error_text(error, key)}"
@@ -452,7 +452,7 @@ def _calls(message: Any) -> list[dict[str, str]]:
 
 
 def _answers(client: "openai.OpenAI", endpoint: Endpoint) -> bool:
-    """Whether the endpoint's engine still computes anything: its other routes may answer without it."""
+    """Whether the endpoint's engine still computes anything: its other routes may answer without the engine."""
     import openai
 
     try:

@@ -95,7 +95,7 @@ def _problem(name: str, value: Any, problem_set: ProblemSet, by_id: dict[str, Pr
 
 
 def grade_samples(task: Task, samples: Sequence[Sample], *, workers: int) -> Iterator[SampleGrade]:
-    """Grade all samples, as they are done; those of one problem come after each other."""
+    """Grade all samples with `workers` threads. The grades of one problem come one after the other."""
     groups: dict[str, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.problem.problem_id, []).append(sample)

@@ -37,7 +37,7 @@ class MathJudge:
         self._lock = threading.Lock()
 
     def judge(self, gold: str, text: str) -> MathAnswer:
-        """Judge the end of the text, where the answer is."""
+        """Judge the last `LONGEST_TEXT` characters of a text, where the answer is."""
         with self._lock:
             request = json.dumps({"gold": gold, "text": text[-LONGEST_TEXT:]})
             try:
