@@ -2,11 +2,10 @@
 
 A cluster's machines may share no disk. So each option that is a path says who opens it (`Flag.opened_by`). Before any
 work, a small task on each node with room for the job's processes reports the contents of these paths. Workers read the
-same contents as the job, or a copy: contents that a node lacks go through Ray's object store to the cache of each node
-whose workers ask for them, once for each node, by digest. The job is refused if a path is too large to copy, or if a
-shared folder is not one folder for all. A worker on a node that joins later looks for itself when it asks
-(`JobPaths.fetch`, `JobPaths.check_shared`). `serve deploy` has no process that stays and could hold a copy: all nodes
-must have its paths (`check_everywhere`).
+same contents as the job. If a node lacks them, they go through Ray's object store into that node's cache when a worker
+there first asks for them. The job is refused if a path is too large to copy, or if a shared folder is not one folder
+for all. A worker on a node that joins later looks for itself when it asks (`JobPaths.fetch`, `JobPaths.check_shared`).
+`serve deploy` leaves no process that could hold a copy, so all nodes must have its paths (`check_everywhere`).
 """
 
 import os
@@ -37,9 +36,9 @@ from mbd_core.storage.remote_files import PROBE
 
 MOST_CARRIED = 2**30
 """The most bytes of a path that are carried to the nodes; a larger path needs a URL or a volume."""
-LOOK_SECONDS = 300.0  # until a node that says nothing is given up; a busy one may need minutes
+LOOK_SECONDS = 300.0  # to wait for a node's answer; a busy node may need minutes
 MARK_DAYS = 30.0  # an older mark was left by a killed job
-NAMED_HOSTS = 4  # in a sentence
+NAMED_HOSTS = 4  # hosts that a message names
 
 
 class OpenedPath(NamedTuple):
@@ -58,7 +57,7 @@ def model_paths(option: str, *models: str | None) -> list[OpenedPath]:
 
 
 def teacher_paths(teacher: TeacherSettings | None) -> list[OpenedPath]:
-    """The folder of a teacher, as `model_paths`; none if the base teaches."""
+    """The teacher's folder, as in `model_paths`; no path if the base teaches."""
     return [] if teacher is None or teacher.model == BASE_TEACHER else model_paths("--teacher", teacher.model)
 
 
@@ -113,7 +112,8 @@ class JobPaths:
     marks: tuple[Mark, ...] = ()
 
     def fetch(self, model: str, *, url_weights: UrlWeights = "cache") -> str:
-        """As `fetch_model`; for a path of the job its contents on this machine, or a copy. Raises `ValueError`."""
+        """Like `fetch_model`, but a path of the job gives its contents on this machine, or a copy. Raises
+        `ValueError`."""
         for known in self.read:
             if model in (known.opened.path, known.opened.name):
                 return known.here()
@@ -174,9 +174,9 @@ def known_paths(
 
 
 def check_everywhere(read: Sequence[OpenedPath], present: Sequence[OpenedPath] = (), *, bundle: Resources) -> None:
-    """Raise `ValueError`, one sentence, unless every node with room for a `bundle` has the same at each path.
+    """Raise `ValueError`, one sentence, unless every node with room for a `bundle` has the same contents at each path.
 
-    The files of `present` may differ from node to node. Relative paths are not checked, nor is a cluster without such
+    The files of `present` must only exist on every node. Relative paths are not checked, nor is a cluster without such
     a node.
     """
     read, present = ([opened for opened in each if isabs(opened.path)] for each in (read, present))

@@ -30,9 +30,9 @@ class Home:
 
     @contextmanager
     def staged(self, folder: Folder, kind: str, *, overwrite: bool) -> Iterator[Path]:
-        """As `Folder.staged`, called on any machine: a local folder lies on this home, the job's machine.
+        """Like `Folder.staged`, but for calls on any machine: a local folder is a folder on the job's machine.
 
-        Raises the errors of `folder_beside` there, and Ray's errors if the machine is lost.
+        Raises the errors of `folder_beside`, and Ray's errors if the job's machine is lost.
         """
         if folder.is_remote or ray.get_runtime_context().get_node_id() == self.node:
             with folder.staged(kind, overwrite=overwrite) as path:
@@ -61,7 +61,7 @@ class Home:
 
 
 class Receiver:
-    """A folder on the job's machine that fills beside its place."""
+    """Fills a folder on the job's machine beside its place, and moves it there at the end."""
 
     def __init__(self, folder: Path, kind: str, *, overwrite: bool) -> None:
         self._stack = ExitStack()

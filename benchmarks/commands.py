@@ -73,20 +73,20 @@ def run_decoders(
         Path | None,
         Flag("Folder of model folders, for the families' models (default: random weights)", MODEL, metavar="DIR"),
     ] = None,
-    requests: Annotated[int, Ge(1), Flag("Requests, and how many are decoded at once.", DATA)] = 8,
+    requests: Annotated[int, Ge(1), Flag("Requests, decoded one by one and all at once.", DATA)] = 8,
     methods: Annotated[
         tuple[str, ...], Flag("Methods whose name contains one of these (default: all)", DECODING, commas=True)
     ] = (),
     max_tokens: MaxTokens = 64,
     measuring: Annotated[BenchmarkOptions, Fields("repeats", "threads", "json")] = FIVE_TIMES,
 ) -> int:
-    """Every decoder beside a plain loop of the same method: tokens, forwards, wall and processor time.
+    """Every decoder compared with a plain loop of the same method: tokens, forwards, wall and processor time.
 
-    A row is one method on one model. The plain loop decodes one request after another without an engine; the engine
-    decodes the same requests one after another, and all at once; the medians of the repetitions count. The exit code
-    is 1 if the engine's tokens are not the plain loop's (where they differ in float32, float64 decides). The models
-    are the shipped ones, and one of each family at the size of the parity fixtures. LLaDA's canvases, all at once, are
-    also compared with one batch of them in LLaDA's own way.
+    A row is one method on one model. The plain loop decodes one request after another without an engine. The engine
+    decodes the same requests one after another, and all at once. The medians of the repetitions count. The exit code
+    is 1 if the engine's tokens are not the plain loop's (if they differ in float32, float64 decides). The models are
+    the shipped models, and a model of each family at the size of the parity fixtures. LLaDA's canvases are also
+    decoded as one batch, as in LLaDA's own code.
     """
     import torch
 
@@ -136,9 +136,7 @@ def run_engine(
     ] = None,
     fp8: Annotated[
         Fp8Parts | None,
-        Flag(
-            "Round these weights to FP8; blocks: the experts, with a scale for each block, an FP8 folder's own.", MODEL
-        ),
+        Flag("Round these weights to FP8; blocks: the experts, with a scale for each block as in FP8 folders.", MODEL),
     ] = None,
     uniform_routing: Annotated[bool, Flag("Tokens choose their experts evenly.", MODEL)] = False,
     rows: Annotated[tuple[Annotated[int, Ge(1)], ...], Flag("Sequences.", DATA, commas=True)] = (8,),
@@ -157,7 +155,7 @@ def run_engine(
     trace: Annotated[bool, Flag("Measure a trace recorder too.", OUTPUT)] = False,
     measuring: Annotated[BenchmarkOptions, Fields("static", "device", "threads", "json")],
 ) -> None:
-    """A decode step of the engine beside its bare forward and beside the least time the machine allows.
+    """A decode step of the engine compared with its bare forward and with the least time that the machine allows.
 
     Every combination of rows, prefix and buffer is one row: the median whole step, the median forward on the identical
     batches, and the roofline floor, whose bandwidth and FLOP/s are measured first. benchmarks/README.md explains the
@@ -199,14 +197,15 @@ def run_forward(
     model: ModelName = "smollm2-135m",
     dtype: Annotated[
         tuple[Dtype, ...],
-        Flag("One after another; beside int8, transformers computes in auto's.", ENGINE, commas=True),
+        Flag("Dtypes, one after another; transformers runs in auto's dtype beside int8.", ENGINE, commas=True),
     ] = ("float32", "auto"),
     prefix: Annotated[int, Ge(1), Flag("Stored tokens before each row.", DATA)] = 150,
     measuring: Annotated[BenchmarkOptions, Fields("repeats", "threads", "json")] = TWENTY_TIMES,
 ) -> None:
     """An autoregressive model's forward and step on this CPU, beside transformers' forward of as many tokens.
 
-    One row of 1, 8, 16 and 32 new tokens, and eight rows of one; steps and forwards take turns, medians count.
+    The cases are one row with 1, 8, 16 or 32 new tokens, and eight rows with one new token. Steps and forwards take
+    turns; the medians count.
     """
     import torch
 
@@ -239,15 +238,15 @@ def run_buffer(
     answers: Annotated[int, Ge(1), Flag("Measured answers a row, at least 16 in all.", DATA)] = 2,
     measuring: BenchmarkOptions,
     predict: Annotated[str | None, Flag("Also compute the table of this model.", OUTPUT, metavar="SHAPE")] = None,
-    bandwidth: Annotated[float, Gt(0), Flag("GB/s of the machine to compute it for.", OUTPUT)] = 3350.0,
+    bandwidth: Annotated[float, Gt(0), Flag("GB/s of the machine of that table.", OUTPUT)] = 3350.0,
     tflops: Annotated[float, Gt(0), Flag("TFLOP/s of that machine, in 16 bits.", OUTPUT)] = 989.0,
-    prefix: Annotated[int, Ge(0), Flag("Stored tokens of each sequence there.", OUTPUT)] = 512,
+    prefix: Annotated[int, Ge(0), Flag("Stored tokens of each sequence in that table.", OUTPUT)] = 512,
 ) -> None:
     """Tokens a second and tokens per forward of fixed buffer sizes and of block budgets, by the requests at once.
 
-    A request follows as soon as another ends; the fastest repetition counts. --predict computes from a roofline what
-    the measured tokens per forward would give with another model on another machine; its default is an H100's data
-    sheet.
+    A request follows as soon as another ends; the fastest repetition counts. --predict computes the tokens a second of
+    another model on another machine, from its roofline and the measured tokens per forward. The default machine is an
+    H100, by its data sheet.
     """
     import torch
 
@@ -296,7 +295,7 @@ def run_modes(
     model: Annotated[
         str | None,
         Flag(
-            "A folder of a model with causal rows, or such a shape (default: one trained here, in half a minute)",
+            "A model folder or a shape with causal rows (default: a model trained here, in half a minute)",
             MODEL,
         ),
     ] = None,
@@ -433,7 +432,10 @@ def run_rounding(
     seed: Seed = 0,
     parts: Annotated[
         Literal["experts", "all", "blocks", "int8"] | None,
-        Flag("What is rounded to FP8 (default: the experts, or all without any), or int8: all products.", ENGINE),
+        Flag(
+            "The weights that become FP8 (default: the experts, or all in a dense model), or int8: all products.",
+            ENGINE,
+        ),
     ] = None,
     measuring: Annotated[BenchmarkOptions, Fields("json")],
 ) -> None:

@@ -1,6 +1,6 @@
 """Right and wrong texts for the benchmarks' answers: notations of a value, and places where an answer stands.
 
-Each form writes a text for a gold answer, or `None` where the gold is not of its kind. A wrong text has another value;
+Each form writes a text for a gold answer, or `None` if it does not apply to the gold. A wrong text has another value;
 its form computes that value itself.
 """
 
@@ -30,7 +30,7 @@ _FRACTION = re.compile(r"(-?)(\d*)\\[dt]?frac\s*\{?(\d+|\d)\}?\s*\{?(\d+)\}?")
 
 
 def value_of(gold: str) -> Fraction | None:
-    """The exact value of a gold that is a number, without unit, percent sign and base."""
+    """The exact value of a gold that is a number without unit, percent sign and base; else `None`."""
     plain = re.sub(r"(?<=\d),(?:\\!\s*)?(?=\d{3}(?!\d))|\\\$|\s", "", gold)
     if match := re.fullmatch(r"(-?)\\frac(\d)(\d)", plain):
         plain = rf"{match[1]}\frac{{{match[2]}}}{{{match[3]}}}"

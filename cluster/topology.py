@@ -1,7 +1,7 @@
-"""How a job's processes lie on a cluster's nodes: the resources of each, and whether all of them find room.
+"""The placement of a job's processes on a cluster's nodes: the resources of each process, and room for all of them.
 
-Serving, training and sweeps ask for their resources through it, and so do the manifests in Kubernetes. `nodes` are the
-nodes' resources by Ray's names, as `ray.nodes()` gives them: `{"CPU": 16.0, "GPU": 2.0}`.
+Serving, training, sweeps and the Kubernetes manifests take their resources from `Topology`. `nodes` are the nodes'
+resources by Ray's names, as `ray.nodes()` gives them: `{"CPU": 16.0, "GPU": 2.0}`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ Resources = Mapping[str, float]
 
 
 class ClusterTooSmall(ValueError):
-    """The cluster has too little for a run; Ray would wait for the missing resources for ever."""
+    """The cluster has too few resources for a run; Ray would wait for the missing resources for ever."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class Topology:
         return [self.bundle for _ in range(self.processes)]
 
     def room(self, nodes: Iterable[Resources]) -> int:
-        """The number of such processes for which the nodes have room, however many `processes` there are."""
+        """The number of such processes that fit on the nodes; it may exceed `processes`."""
         return sum(_times(self.bundle, node) for node in nodes)
 
     def share(self, nodes: Iterable[tuple[Resources, int]]) -> int:
@@ -83,9 +83,9 @@ def plan_topology(
     noun: str = "engines",
     spare_cpus: int = 0,
 ) -> Topology:
-    """The topology of `processes` on a cluster of these nodes, on the device that is asked for.
+    """The topology of `processes` on a cluster of these nodes, on `device`.
 
-    Without `device` each rank takes a GPU if the cluster has any: it never computes on CPUs unasked. Raises
+    Without `device` each rank takes a GPU if the cluster has one; otherwise ranks take CPUs only. Raises
     `ClusterTooSmall` as `Topology.check` does.
     """
     on_gpus = device == "gpu" or (device is None and any(node.get("GPU", 0) >= 1 for node in nodes))
@@ -118,7 +118,7 @@ def fits(bundle: Resources, node: Resources) -> bool:
 
 
 def _times(bundle: Resources, node: Resources) -> int:
-    """How often the node holds the bundle."""
+    """The number of bundles that fit on the node."""
     return min(int(node.get(kind, 0) // amount) for kind, amount in bundle.items() if amount)
 
 

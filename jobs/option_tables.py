@@ -34,9 +34,9 @@ leads to a field of an object: `t2t.tau` is `{"t2t": {"tau": ...}}`."""
 COLUMNS = ("values", "default", "what it is")
 ON_CLUSTERS = ("train", "prepare", "sweep", "rl", "serve")
 OPENERS: dict[OpenedBy, str] = {
-    "job": "the job's own process, on its machine alone",
-    "workers": "workers, who must find the same there; what is small is copied to them",
-    "all": "the job, its workers and whoever goes on: one folder that all of them see, or a URL",
+    "job": "the job's own process, on its machine only",
+    "workers": "workers, who need the same contents on each machine; small contents are copied to them",
+    "all": "the job, its workers and jobs that continue it: one folder that all of them see, or a URL",
     "each": "each worker its own, on its machine",
 }
 
@@ -106,7 +106,7 @@ def _command_tables() -> Iterator[Table]:
         elsewhere = {option for options in also.values() for option in options}
         yield Table(
             title=f"mbd {name}, {module.replace('.', '/')}.py",
-            lead=[f"As of `mbd {other}`: {', '.join(f'`{option}`' for option in also[other])}." for other in also],
+            lead=[f"As in `mbd {other}`: {', '.join(f'`{option}`' for option in also[other])}." for other in also],
             columns=("option", *COLUMNS),
             rows=[(f"`{option}`", *row) for option, row in rows[name].items() if option not in elsewhere],
         )

@@ -27,7 +27,7 @@ def field_at(path: str, items: Mapping[str, Field], name: str) -> Field:
 
 
 def value_of(item: Field, given: Any, name: str, joint: str = " ") -> Any:
-    """A field's value from a text, or from texts. A refusal (`ValueError`) begins with name, joint and text."""
+    """A field's value from a text, or from texts. The message of its `ValueError` begins with name, joint and text."""
     form, value = form_of(item), given
     is_list = form.get("type") == "array"
     if isinstance(given, str) and (form.get("type") == "object" or (is_list and given.startswith("["))):
@@ -58,7 +58,7 @@ def _listed(text: str, name: str, *, once: bool) -> list[str]:
 
 
 def _scalar(text: str, form: Mapping[str, Any]) -> Any:
-    """The number, switch or null that a text is, or the text, which its field takes or refuses."""
+    """A text as a number, a switch or null; else the text itself, which its field accepts or refuses."""
     if form.get("type") == "string":
         return text
     try:

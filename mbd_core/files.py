@@ -38,8 +38,8 @@ def check_target_folder(folder: Path, kind: str, *, overwrite: bool = False, in_
 
     A folder that does not exist or is empty can be filled; so can a folder whose manifest a killed process did not
     finish. With `overwrite` a folder whose manifest says `kind` can be replaced, unless it holds a file that the
-    manifest does not name. With `in_place` it will be filled by `claim_folder`. Otherwise `folder_beside`
-    replaces it whole, which is refused for a mount point and for the current folder.
+    manifest does not name. With `in_place` it will be filled by `claim_folder`. Otherwise `folder_beside` replaces the
+    folder itself, which is refused for a mount point and for the current folder.
     """
     check_name(folder)
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
@@ -72,7 +72,7 @@ def file_beside(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def durable_file(path: Path) -> Iterator[Path]:
-    """`file_beside`, and the file's content survives a crash of the machine."""
+    """`file_beside` for a file whose content survives a crash of the machine."""
     with file_beside(path) as new_file:
         yield new_file
         sync(new_file)
@@ -219,9 +219,9 @@ def _write_manifest(folder: Path, kind: str, files: Sequence[str]) -> None:
 def check_replaceable(
     folder: Path | str, manifest: str | None, present: Iterable[str], kind: str, *, overwrite: bool
 ) -> None:
-    """Raise `ValueError` unless the folder that holds the files `present` may be replaced by one of `kind`.
+    """Raise `ValueError` unless the folder that holds the files `present` may be replaced by a folder of `kind`.
 
-    `folder` is its name in sentences; `manifest` is its manifest's text, `None` where it has none.
+    `folder` is its name in sentences; `manifest` is its manifest's text, `None` without a manifest.
     """
     try:
         content = json.loads(manifest or "")

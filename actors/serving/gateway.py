@@ -1,4 +1,4 @@
-"""The gateway: OpenAI's and Anthropic's HTTP routes before the engines' replicas, as a Ray Serve deployment.
+"""The gateway: OpenAI's and Anthropic's HTTP routes in front of the engines' replicas, as a Ray Serve deployment.
 
 It holds each request until its answer has ended. If its replica dies, another replica continues after the last
 committed token (`mbd_core/serving/tokens/resumable.py`).
@@ -61,13 +61,13 @@ log = logging.getLogger("ray.serve")
 LIMITS_PAUSE = 0.2  # between two attempts to ask a replica for its limits
 STATE_SECONDS = 5.0  # time for all replicas to answer `/health`
 LEARN_SECONDS = 2.0  # time that a list of models waits for the replicas' limits
-RECENT_SECONDS = 1.0  # largest age of a cached state, which callers without a key get
+RECENT_SECONDS = 1.0  # largest age of a cached state, for `/ready` and for callers of `/health` without a key
 Class = TypeVar("Class", bound=type)
 
 
 @dataclass(kw_only=True)
 class ServedRoute:
-    """A served model behind its Serve handle."""
+    """A served model and its Serve handle."""
 
     model: ModelArgs
     handle: DeploymentHandle
@@ -196,7 +196,7 @@ class Gateway:
             log=log,
         )
         self._document = openapi_document(body_prompts=args.body_prompts, keys=self._keys is not None)
-        self._bases: dict[str, str] = {}  # the model of each served name, a model's or an adapter's
+        self._bases: dict[str, str] = {}  # the model of each served name, which names a model or an adapter
         self._serves = False
         self._refusal: str | None = None  # why the newest content was not adopted
         least = {name: route.model.least_replicas for name, route in self._routes.items()}
@@ -263,7 +263,7 @@ class Gateway:
             yield answer
 
     async def health(self, request: Request) -> Response:
-        """The whole state with a valid key; without one only `ready`, `asleep` and `draining`."""
+        """All fields with a valid key; only `ready`, `asleep` and `draining` without a key."""
         whole = self._keys is None or self._keys.has(authorization(request))
         body = await self._health(recent=not whole)
         short: Health = {"ready": body["ready"], "asleep": body["asleep"], "draining": body["draining"]}

@@ -1,8 +1,8 @@
 """OpenTelemetry spans of requests, if OpenTelemetry's own environment variables configure an exporter.
 
-Ray Serve makes the spans. The HTTP proxy, the gateway, the call through its handle and the engine's replica are one
-trace, which continues the client's trace if there is a `traceparent` header. Serve calls `span_processors` in each of
-its processes if `RAY_SERVE_TRACING_EXPORTER_IMPORT_PATH` names it; otherwise there are no spans.
+Ray Serve makes the spans. The HTTP proxy, the gateway, the call through its handle and the engine's replica make one
+trace. It continues the client's trace if the request has a `traceparent` header. Serve calls `span_processors` in each
+of its processes if `RAY_SERVE_TRACING_EXPORTER_IMPORT_PATH` names it; otherwise there are no spans.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""Conversations tokenised by tasks of Ray Data, in their order: the same samples as in one process."""
+"""Ray Data's tasks tokenise conversations and keep their order: the samples equal those of one process."""
 
 import json
 import logging
@@ -68,7 +68,7 @@ def encode_on_cluster(
 
 
 def encode_batch(batch: pa.Table, *, paths: JobPaths = NO_PATHS) -> pa.Table:
-    """A chunk of conversations to its encoded rows."""
+    """Encode a chunk of conversations."""
     (row,) = batch.to_pylist()
     encode = encoder(folder_of(row["model"], paths), **json.loads(row["settings"]))
     (encoded,) = encode([[Chat(*chat) for chat in json.loads(row["chats"])]])

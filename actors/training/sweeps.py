@@ -1,6 +1,6 @@
 """A sweep of a run's checkpoint, as a task on the cluster: a GPU if one is free, else a CPU.
 
-The task makes a model folder of the checkpoint, decodes a few problems with the engine, and grades them.
+The task makes a model folder from the checkpoint, decodes a few problems with the engine, and grades them.
 """
 
 import tempfile
@@ -35,7 +35,7 @@ from mbd_core.multitf.run.start import StartingPoint
 from mbd_core.multitf.step.workers import ALONE
 
 KV_SHARE = 0.05
-"""The fraction of a machine's memory for an engine without a GPU, beside the run's workers."""
+"""The fraction of a machine's memory for the pages of an engine that runs on CPUs beside the run's workers."""
 
 
 class RaySweeper:
@@ -64,7 +64,7 @@ class RaySweeper:
 
 
 def sweep_checkpoint(run: TrainingRun, step: int, *, on_gpu: bool) -> dict[str, float]:
-    """The numbers of the run's checkpoint of this step."""
+    """Sweep the checkpoint that the run wrote at a step. Returns `sweep_accuracy` and `sweep_tpf`."""
     checkpoints = Checkpoints(run.folder, ALONE, recipe=run.recipe)
     with tempfile.TemporaryDirectory(prefix="mbd-sweep-") as place:
         folder = Path(place) / "model"
@@ -75,7 +75,7 @@ def sweep_checkpoint(run: TrainingRun, step: int, *, on_gpu: bool) -> dict[str, 
 
 
 def sweep_model(folder: Path, sweeping: Sweeping, *, on_gpu: bool) -> dict[str, float]:
-    """Accuracy (a share) and mean TPF of a model folder under MultiBD, with its own thresholds."""
+    """Accuracy (a fraction) and mean TPF of a model folder under MultiBD, with its own thresholds."""
     engine = EngineConfig() if on_gpu else replace(EngineConfig(), kv_memory_fraction=KV_SHARE)
     sweep = plan_sweep(
         load_inputs(

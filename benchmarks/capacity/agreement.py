@@ -1,9 +1,9 @@
-"""Prediction beside measurement on this CPU: a real engine and a simulated one get the same arrivals.
+"""A prediction compared with a measurement on this CPU: a real and a simulated engine get the same arrivals.
 
 Every step of the real engine is timed in processor seconds of one thread, to which other work on the machine adds
-little. A load of its own, half of it before the compared runs and half after them, gives the three numbers of the step
-model: a forward's fixed seconds, and the operations a second of its matrix products and of its attention. A forced
-number of tokens is accepted in each forward, so that random weights decode as many forwards as the count says.
+little. Separate loads before and after each compared run give the three numbers of the step model: a forward's fixed
+seconds, and the operations a second of its matrix products and of its attention. Each forward accepts a fixed number
+of tokens, so that random weights need a known number of forwards.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def fit(cost: ForwardCost, works: Sequence[Work], seconds: Sequence[float]) -> S
     """The step model that explains measured steps best: the least sum of squared relative errors, with no negative
     number.
 
-    A negative term is left out. Bytes are no term: on a CPU their time is in the fixed seconds.
+    A term that would be negative is left out. Bytes are no term: on a CPU their time is part of the fixed seconds.
     """
     terms_SX = np.array(
         [
@@ -93,7 +93,7 @@ def fit(cost: ForwardCost, works: Sequence[Work], seconds: Sequence[float]) -> S
 
 
 def measured_steps(config: ModelConfig) -> StepModel:
-    """The step model of this machine's CPU for a shape with random weights, with the settings of `Agreement`."""
+    """The step model of this machine's CPU for a shape with random weights, fitted to a short load."""
     decoding = DecodingConfig(block_size=config.block_size, buffer_size=2, tau_m2t=1.0, tokens_per_step=FORCED)
     load = Agreement(
         config=config,
@@ -154,7 +154,7 @@ class Agreement:
         return model
 
     def fitted(self, model: Decoder) -> StepModel:
-        """The step model alone."""
+        """The step model, without a comparison."""
         return self._fit([self._for_fit(model, SEED_OF_FIT)])
 
     def _fit(self, loads: Sequence[tuple[list[Work], list[float]]]) -> StepModel:
@@ -172,7 +172,8 @@ class Agreement:
         return served, (engine.log, timed.seconds)
 
     def _for_fit(self, model: Decoder, seed: int) -> tuple[list[Work], list[float]]:
-        """Steps of every size: arrivals in bursts, lengths from nearly nothing to twice the mean."""
+        """Steps of many sizes: sessions all at once and one by one, with lengths from nearly zero to twice the
+        mean."""
         traffic = replace(self.traffic, vary=1.0, sessions=max(4, self.engine.max_rows), rate=1e9)
         together = self._measure(model, traffic, seed=seed)[1]
         apart = self._measure(model, replace(traffic, sessions=2, rate=1e-9), seed=seed)[1]
@@ -180,7 +181,7 @@ class Agreement:
 
 
 def _beside(measured: Served, predicted: Served) -> dict[str, Any]:
-    """Both runs' numbers, and each predicted number over the measured number."""
+    """Both runs' numbers, and each predicted number divided by the measured number."""
     sides = [
         {
             "ttft": row["ttft_mean"],

@@ -1,7 +1,8 @@
 """The duration of a step on a chip: its forwards by the roofline, the engine's own part, and the longest term.
 
-Nothing here ran on a GPU. The shares of the data sheet that kernels reach and the time between them are estimates
-(benchmarks/capacity/README.md), and options, so that a machine's own numbers can take their place.
+No number here was measured on a GPU. The fractions of the data sheet's rates that kernels reach, and the time between
+kernels, are estimates (benchmarks/capacity/README.md). They are options, so that a machine's own numbers can replace
+them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Work:
     """The load of one forward.
 
     live_tokens   tokens whose outputs are read afterwards; only these choose experts
-    scores        pairs of a query and a key that it attends to
+    scores        number of pairs of a query and a key that it attends to
     kv_tokens     tokens whose keys and values are read or written
     logit_tokens  positions with logits
     launched      whether its kernels are launched one by one, not as a graph
@@ -70,14 +71,16 @@ class StepSeconds:
 
 @dataclass(frozen=True, kw_only=True)
 class StepModel:
-    """Seconds of steps: `forward` of the load of its forwards, and the host's part.
+    """The seconds of steps: the seconds of their forwards, which depend on their loads, and the host's part.
 
-    bandwidth    bytes a second that forwards reach; `flops` and `score_flops` operations a second in matrix products
-                 and in attention
-    fixed        seconds of a forward, whatever it carries; `launched` the same where kernels are launched one by one
+    bandwidth    bytes a second that forwards reach
+    flops        operations a second in matrix products
+    score_flops  operations a second in attention
+    fixed        seconds that a forward takes whatever its load, as a graph
+    launched     the same if the host launches its kernels one by one
     host         seconds of a step's work on the host
     overlap      the host works while the device does
-    link         bytes a second between ranks, `ranks` of which sum `num_sums` times a forward
+    link         bytes a second between the `ranks`, which sum `num_sums` times in a forward
     """
 
     cost: ForwardCost
@@ -110,7 +113,7 @@ class StepModel:
         }
 
     def _sums(self, tokens: int) -> float:
-        """The ranks' sums: in one shot while parts are small, else each rank sends and gets them once over a ring."""
+        """The seconds of the ranks' sums: in one shot if the parts are small, else over a ring."""
         if self.ranks == 1:
             return 0.0
         part = tokens * self.hidden_size * 2
@@ -124,7 +127,7 @@ class StepModel:
         return max(terms["bandwidth"], terms["arithmetic"]) + terms["launches"]
 
     def step(self, forwards: Sequence[Work]) -> StepSeconds:
-        """A step of these forwards, one behind the other."""
+        """A step of these forwards, one after the other."""
         device = sum(self.forward(work) for work in forwards)
         if self.overlap and self.host > device:
             return StepSeconds(seconds=self.host, bound="host")
@@ -152,7 +155,7 @@ class Deployment:
         str, Flag(help=f"The GPU, {' or '.join(CHIPS)}, or {CPU}: this machine, measured on one thread.", panel=MODEL)
     ] = "h100"
     fp8: Annotated[Fp8Parts | None, Flag(panel=MODEL)] = None
-    """Weights that have one byte."""
+    """Weights that are rounded to one byte."""
     tensor_parallel: Annotated[int, Ge(1)] = 1
     """GPUs of a replica."""
     memory_fraction: Annotated[float, Gt(0), Le(1)] = 0.9
@@ -160,15 +163,15 @@ class Deployment:
     bandwidth_share: Annotated[float, Gt(0), Le(1)] = 0.9
     """Share of the data sheet's bytes a second that kernels reach."""
     flops_share: Annotated[float, Gt(0), Le(1)] = 0.6
-    """The same of its operations, in matrix products."""
+    """Share of the data sheet's operations a second that matrix products reach."""
     score_share: Annotated[float, Gt(0), Le(1)] = 0.4
-    """The same in attention."""
+    """Share of the data sheet's operations a second that attention reaches."""
     node_us: Annotated[float, Ge(0)] = 5.5
     """Microseconds from the end of a graph's kernel to the beginning of the next."""
     launch_us: Annotated[float, Ge(0)] = 10.0
-    """The same where the host launches each kernel."""
+    """The same if the host launches each kernel."""
     host_ms: Annotated[float, Ge(0)] = 0.2
-    """Milliseconds of a step's work on the host, beside the GPU's."""
+    """Milliseconds of a step's work on the host."""
 
     def __post_init__(self) -> None:
         for name, known in (("model", SHAPES), ("chip", (*CHIPS, CPU))):
@@ -208,7 +211,7 @@ class Deployment:
         )
 
     def steps(self) -> StepModel:
-        """The seconds of its steps: static ones as graphs, prompts kernel by kernel before them."""
+        """The step model: static forwards run as graphs, the forwards of prompts kernel by kernel."""
         chip, num_layers = self.sheet, self.config.num_layers
         nodes = NODES_A_LAYER * num_layers + NODES_BESIDE
         return StepModel(
@@ -228,8 +231,9 @@ class Deployment:
 
     @property
     def activation_bytes(self) -> float:
-        """An estimate of a rank's largest step beside weights and pages: the logits that are held at once with their
-        copies, and the hidden states and MLPs of a prompt's chunk; twice, since graphs keep their own."""
+        """An estimate of the bytes that a rank's largest step needs in addition to weights and pages: the logits that
+        are held at once with their copies, and the hidden states and MLPs of a prompt's chunk. The sum counts twice,
+        because graphs keep their own buffers."""
         c = self.config.sharded(self.tensor_parallel)
         width = c.intermediate_size if c.moe is None else c.moe.intermediate_size * c.moe.experts_per_token
         return 2 * (LOGIT_BYTES + CHUNK * 2.0 * (4 * c.hidden_size + 3 * width))
@@ -261,7 +265,7 @@ class Deployment:
                 try:
                     other = replace(self, fp8=fp8, tensor_parallel=ranks)
                 except ValueError:
-                    continue  # its sizes do not divide
+                    continue  # the ranks do not divide the model's sizes
                 if other.page_bytes >= tokens * other.cost().kv_token_bytes:
                     rounded = "" if fp8 is self.fp8 else f" --fp8 {fp8}"
                     return f"it fits with --tensor-parallel {ranks}{rounded}"
@@ -272,5 +276,5 @@ class Deployment:
         return "no number of ranks makes it fit"
 
 
-LOGIT_BYTES = 2**30  # what a greedy step needs for its logits: mbd_core/engine/build.py
+LOGIT_BYTES = 2**30  # bytes of a greedy step's logits: mbd_core/engine/build.py
 CHUNK = 2048  # tokens of a prompt in a step, by default

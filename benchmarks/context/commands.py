@@ -23,15 +23,17 @@ def run_context(
     parts: Annotated[tuple[str, ...], Flag(f"What is measured: {', '.join(PARTS)}.", OUTPUT, commas=True)] = PARTS,
     length: Annotated[
         tuple[Annotated[int, Ge(1)], ...],
-        Flag("Tokens of the prompts that are stored, and behind which is decoded.", DATA, commas=True),
+        Flag("Tokens of the prompts that are stored and then decoded.", DATA, commas=True),
     ] = (2048, 4096, 8192),
-    compare: Annotated[int, Ge(0), Flag("Up to this length also a block a forward, and the plain loop.", DATA)] = 4096,
+    compare: Annotated[
+        int, Ge(0), Flag("Prompts up to this length are also stored a block a forward, and by the plain loop.", DATA)
+    ] = 4096,
     host: Annotated[
         tuple[Annotated[int, Ge(1)], ...],
-        Flag("Stored tokens behind which the host's work is measured.", DATA, commas=True),
+        Flag("Stored tokens of the sequences whose host work is measured.", DATA, commas=True),
     ] = (2048, 8192, 32768, 131072),
     steps: Annotated[int, Ge(4), Flag("Steps of that measurement, for each length.", DATA)] = 100,
-    gap: Annotated[int, Ge(1), Flag("Tokens of the prompt that comes while others decode.", DATA)] = 4096,
+    gap: Annotated[int, Ge(1), Flag("Tokens of the prompt that comes while streams decode.", DATA)] = 4096,
     streams: Annotated[int, Ge(1), Flag("Requests that decode meanwhile.", DATA)] = 2,
     max_step_seconds: Annotated[
         float | None,
@@ -50,16 +52,16 @@ def run_context(
         16384,
         131072,
     ),
-    bandwidth: Annotated[float, Gt(0), Flag("GB/s of the machine to count them for.", OUTPUT)] = 3350.0,
+    bandwidth: Annotated[float, Gt(0), Flag("GB/s of the machine for which they are counted.", OUTPUT)] = 3350.0,
     tflops: Annotated[float, Gt(0), Flag("TFLOP/s of that machine, in 16 bits.", OUTPUT)] = 989.0,
     measuring: Annotated[BenchmarkOptions, Fields("device", "threads", "json")],
 ) -> None:
-    """Long prompts: how they are stored, what a step costs behind them, and what other streams notice.
+    """Long prompts: the time to store them, the time of a step after them, and the delay of other streams.
 
     storing: one prompt, beside the bare forward of the same chunks, the machine's floor, a block a forward, and the
-    plain loop. decoding: a step behind keys at random. host: the host's part of a step and the hashes of a prefix, by
+    plain loop. decoding: a step after random keys. host: the host's part of a step and the hashes of a prefix, by
     depth. gap: the events of streams while a prompt is stored, with and without a limit on a step's seconds. counted:
-    released shapes, not run; the defaults are an H100's data sheet.
+    the costs of released shapes, which are not run; the defaults are an H100's data sheet.
     """
     import torch
 
@@ -117,12 +119,12 @@ def run_turns(
     answer_tokens: Annotated[int, Ge(32), Flag("Tokens of its answer.", DATA)] = 64,
     measuring: Annotated[BenchmarkOptions, Fields("device", "threads", "json")],
 ) -> None:
-    """A conversation's next turn: what is found of the last answer, and what a turn costs beside a cold start.
+    """A conversation's next turn: how much of the last answer the cache has, and a turn's cost beside a cold start.
 
     The first table has the share of an answer's tokens that the next turn finds again, for the chat templates of 21
-    families: for answers cut into tokens as by the tokenizer, for answers cut otherwise, and for answers whose
-    `token_ids` are sent back. The second serves one conversation to two engines in turn: one has seen the turns
-    before, the other has not. The shape's positions are raised to what the conversation needs.
+    families: for answers in the tokenizer's own tokens, for answers in other tokens of the same text, and for answers
+    whose `token_ids` are sent back. The second table serves one conversation to two engines in turn: one has seen the
+    turns before, the other has not. The shape's positions are raised to what the conversation needs.
     """
     import torch
 
@@ -149,14 +151,14 @@ def run_affinity(
     command_line: CommandText,
     *,
     conversations: Annotated[int, Ge(1), Flag("Conversations.", DATA)] = 200,
-    turns: Annotated[int, Ge(1), Flag("Turns of each.", DATA)] = 10,
+    turns: Annotated[int, Ge(1), Flag("Turns of each conversation.", DATA)] = 10,
     turn_tokens: Annotated[int, Ge(64), Flag("Tokens of a question and its answer, in halves.", DATA)] = 3000,
     rate: Annotated[float, Gt(0), Flag("Conversations that begin a second.", DATA)] = 0.5,
     replicas: Annotated[int, Ge(2), Flag("Replicas at the beginning.", ENGINE)] = 4,
     kills: Annotated[
         tuple[float, ...], Flag("Seconds at which the oldest replica is killed.", ENGINE, commas=True)
     ] = (150.0, 300.0),
-    adds: Annotated[tuple[float, ...], Flag("Seconds at which one is added.", ENGINE, commas=True)] = (
+    adds: Annotated[tuple[float, ...], Flag("Seconds at which a replica is added.", ENGINE, commas=True)] = (
         170.0,
         320.0,
         400.0,
@@ -167,8 +169,8 @@ def run_affinity(
     ] = 8,
     measuring: Annotated[BenchmarkOptions, Fields("json")],
 ) -> None:
-    """Turns of conversations over replicas, simulated: what the served routing policy finds of their prompts, and what
-    a router that knows no prefixes finds; steady, and with replicas that are killed and added.
+    """Simulated conversations over replicas: the share of their prompts that the caches have under the served routing
+    policy, and under a router that knows no prefixes. The replicas are steady, or are killed and added.
     """
     from benchmarks.context.affinity import COLUMNS, ConversationTraffic, Fleet, affinity_rows
 

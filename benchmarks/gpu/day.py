@@ -2,8 +2,8 @@
 
 Each call takes less than nine minutes. Every section runs in its own process with a time limit, so that a hanging or
 failing section loses only its unfinished rows. The first section of part 1 ends the part if it fails. DIR gets one
-JSON file and one Markdown file a part, written anew after each section. It needs no network, and few of this package's
-dependencies (docs/reference/gpu.md). `--toy` runs all of it on a CPU at toy sizes.
+JSON file and one Markdown file a part, written anew after each section. A part needs no network, and few of this
+package's dependencies (docs/reference/gpu.md). `--toy` runs all of it on a CPU at toy sizes.
 """
 
 import argparse
@@ -79,7 +79,7 @@ ROW = "row: "  # the prefix of a row's line
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: all sections are done; 1: one failed or exceeded its limit; 2: bad input."""
+    """Returns 0 if all sections are done, 1 if a section is not, and 2 for bad input."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.day", description=__doc__)
     parser.add_argument("--part", type=int, choices=sorted(PARTS), required=True)
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
@@ -143,10 +143,8 @@ def _run_all(options: argparse.Namespace, sections: Mapping[str, Section]) -> di
 
 
 def run_apart(command: Sequence[str], limit: float) -> dict[str, Any]:
-    """A command that prints rows: its state ("done", "failed", "over its limit"), its seconds, and
-    the rows that it printed until then.
-
-    A process that does not end with code 0 within its limit is not done.
+    """The result of a command that prints rows: its state ("done", "failed", "over its limit" or "not run"), its
+    seconds, and the rows that it printed.
     """
     start = time.monotonic()
     if limit <= 0:
@@ -171,13 +169,14 @@ def run_apart(command: Sequence[str], limit: float) -> dict[str, Any]:
 
 
 def _lines(file: IO[bytes]) -> list[str]:
-    """The lines that a process has written; a line that its end has cut is left out."""
+    """The lines that a process has written, without an unfinished last line."""
     file.seek(0)
     return file.read().decode(errors="replace").rpartition("\n")[0].splitlines()
 
 
 def report(part: int, results: Mapping[str, Mapping[str, Any]], *, toy: bool) -> str:
-    """A part's results as Markdown: a table a section, the first row's most expensive kernels below it."""
+    """A part's results as Markdown: a table for each section, and below it the most expensive kernels of the first
+    profiled row."""
     lines = [f"# A day on a GPU, part {part}" + (", at toy sizes on a CPU" if toy else "")]
     for name, result in results.items():
         lines += ["", f"## {name}", "", f"{result['state']}, {result['seconds']:.1f} s"]

@@ -1,4 +1,4 @@
-"""The turns of an agent's session: the part of the prompt that is found, the time to the first tokens, its parts."""
+"""The turns of an agent's session: how much of the prompt the cache has, and the time to the first tokens by part."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def run(
     turns: Annotated[int, Ge(3), Flag("Turns of the session.", DATA)] = 50,
     asked: Annotated[
         tuple[Annotated[int, Ge(1)], ...],
-        Flag("Turns that are asked; the answers of the others are made up (default: all).", DATA, commas=True),
+        Flag("Turns that are sent; the answers of the other turns are made up (default: all).", DATA, commas=True),
     ] = (),
     result_characters: Annotated[int, Ge(16), Flag("Characters of a call's result, a turn's new text.", DATA)] = 300,
     answer_tokens: Annotated[int, Ge(32), Flag("Tokens of an answer, at most.", DATA)] = 128,
@@ -68,10 +68,10 @@ def run(
     """An agent's session: every turn sends all tools and all messages, the answer is a call, and the next turn has its
     result.
 
-    The official client asks our endpoint over HTTP. Then turn 2 and the last turn are asked again, in turn, with other
-    results, so that their times compare. Last, both are taken apart in this process: the gateway's work, the
-    scheduler's, and the forwards. The shape's positions are raised to what the session needs, and its tokenizer has
-    learned the words of the tools.
+    The official client asks our endpoint over HTTP. Then turn 2 and the last turn are sent again, alternately, with
+    other results, so that their times can be compared. Last, both turns run in this process, which times their parts:
+    the gateway's work, the scheduler's, and the forwards. The shape's positions are raised to the session's length,
+    and its tokenizer has learned the words of the tools.
     """
     import torch
 
@@ -123,7 +123,7 @@ def run(
 def _asked_again(
     session: AgentSession, turns: Sequence[int], *, characters: int, repeats: int
 ) -> list[dict[str, Any]]:
-    """The medians of turns that are asked in turn, each time with another result."""
+    """The medians of turns that are sent alternately, each time with another result."""
     counts = dict.fromkeys(turns, 0)
 
     def again(turn: int) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def bodies_of(session: AgentSession, turns: Sequence[int], *, characters: int, r
 async def inside_rows(
     folder: Path, kind: str, bodies: dict[int, list[bytes]], *, num_pages: int
 ) -> list[dict[str, Any]]:
-    """The seconds of each part until a turn's first tokens, as medians, and its share of the last turn's.
+    """The median seconds of each part until a turn's first tokens, and the part's share of the last turn's total.
 
     The first bodies store the prompts. `kind` is the route.
     """

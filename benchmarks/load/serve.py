@@ -33,8 +33,8 @@ def run(
     url: Annotated[
         tuple[str, ...],
         Flag(
-            "An OpenAI endpoint, http://HOST:PORT; repeatable. Without one, ours is started and measured beside its "
-            "engine alone. OPENAI_API_KEY is sent where it is set.",
+            "An OpenAI endpoint, http://HOST:PORT; repeatable. Without it, our own endpoint is started and compared "
+            "with its bare engine. OPENAI_API_KEY is sent if it is set.",
             MODEL,
         ),
     ] = (),
@@ -60,13 +60,13 @@ def run(
         int | None,
         Ge(1),
         Flag(
-            "Requests of each load in a round (default: 2 for each that is open at once, or 20 s of arrivals; at "
-            "least 16).",
+            "Requests of each load in a round (default: twice the requests open at once, or 20 s of arrivals; "
+            "at least 16).",
             LOAD,
         ),
     ] = None,
     repeats: Annotated[int, Ge(1), Flag("Rounds; the targets take turns in each.", LOAD)] = 3,
-    warm_up: Annotated[int, Ge(0), Flag("Requests to each target before the measured ones.", LOAD)] = 4,
+    warm_up: Annotated[int, Ge(0), Flag("Requests that warm up each target before the measured requests.", LOAD)] = 4,
     request_seconds: RequestSeconds = 600.0,
     max_tokens: MaxTokens = 64,
     extra_body: Annotated[
@@ -92,8 +92,8 @@ def run(
 ) -> None:
     """Load endpoints with streamed requests, and print their latencies, throughput and goodput beside each other.
 
-    Without --url our own endpoint is started on a Ray of its own and measured beside its engine alone: the same
-    prompts, decoding and load, in the same run, in turn. benchmarks/README.md explains the columns.
+    Without --url our own endpoint is started on its own Ray and compared with its bare engine. Both get the same
+    prompts, decoding and load in one run, alternately. benchmarks/README.md explains the columns.
     """
     from benchmarks.load.rows import build_report, draw_load, parse_objective, print_report
 

@@ -1,4 +1,4 @@
-"""The parts of a soak: requests that are drawn at random, and beside them kills and samples of the memory."""
+"""The parts of a soak: random requests, kills of replicas, and samples of the memory."""
 
 import asyncio
 import json
@@ -20,11 +20,12 @@ SoakKind = Literal["stream", "whole answer", "hang-up", "bad request"]
 End = Literal["whole", "error", "refused", "hung up", "lost", "wrong"]
 """How a request ended.
 
-whole    as promised; "refused" before it was accepted, with 429 or 503, or for a bad request with its 4xx
-error    accepted, and ended by an error in OpenAI's shape
-hung up  the client left, as it meant to
-lost     accepted, and ended without a word: a cut connection, a stream without an end, no answer in time
-wrong    another end than the promised one: another text, another status, an error in another shape
+whole    complete, as requested
+refused  refused before it was accepted: with 429 or 503, or a bad request with a 4xx
+error    ended by another error in OpenAI's shape
+hung up  ended by the client, on purpose
+lost     ended without an error in OpenAI's shape: a cut connection, a stream without an end, no answer in time
+wrong    another result than expected: another text, no end, or no refusal of a bad request
 """
 WEIGHTS: dict[SoakKind, int] = {"stream": 50, "whole answer": 20, "hang-up": 15, "bad request": 15}
 EXACT = {"buffer_size": 1}
@@ -52,7 +53,8 @@ class EndedRequest:
 
 
 class SoakClient:
-    """Sends one request after another, each drawn from `rng`; compares exact answers with the first of their kind."""
+    """Sends one request after another, each drawn from `rng`; compares each exact answer with the first exact answer
+    to its prompt."""
 
     def __init__(
         self, session: aiohttp.ClientSession, target: Target, prompts: Sequence[str], rng: random.Random
@@ -161,7 +163,7 @@ def _is_error(answer: Any) -> bool:
     return isinstance(answer, dict) and isinstance(answer.get("error"), dict) and "message" in answer["error"]
 
 
-ROLES = {  # role: how its processes' titles begin; the first that fits
+ROLES = {  # role: the beginning of its processes' titles; the first match counts
     "gateway": "ray::ServeReplica:mbd:Gateway",
     "replica": "ray::ServeReplica:",
     "proxy": "ray::ProxyActor",
@@ -183,7 +185,7 @@ class MemorySample:
 
 @dataclass
 class SoakWatch:
-    """The kills and the memory samples of one soak; its seconds count from its making."""
+    """The kills and the memory samples of one soak; its seconds count from its creation."""
 
     endpoint: OwnEndpoint
     session: aiohttp.ClientSession

@@ -90,8 +90,8 @@ class Session:
     async def ask_all(
         self, kind: RequestKind, bodies: Sequence[bytes], *, n: int, field: str, trace: bool
     ) -> list[TracedReply]:
-        """The replies to `bodies`, in which `n` neighbours share a prompt. All bodies are checked before the first is
-        decoded.
+        """The replies to `bodies`, where `n` bodies in a row share a prompt. All bodies are checked before the first
+        is decoded.
 
         `field` is the prompt's field: an error in this field gives the number of the bad prompt.
         """

@@ -14,7 +14,7 @@ Stops = Mapping[str, Sequence[str]]
 
 def fit_request(request: Request, positions: int) -> Request:
     """The request with `max_tokens` reduced to the room after its prompt in a model with `positions`. If there is no
-    room it is unchanged, and the engine refuses it."""
+    room, the request is unchanged, and the engine refuses it."""
     max_tokens = positions - len(request.prompt)
     if max_tokens < 1:
         return request

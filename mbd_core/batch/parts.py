@@ -1,4 +1,4 @@
-"""A batch cut into parts, each of which is decoded and written whole or not at all.
+"""A batch cut into parts, each of which is decoded and written completely or not at all.
 
 The cut depends only on the plan and the size of a part, and an engine decodes each part from an empty state. So a
 part's rows and numbers depend neither on time and machine nor on interruptions.
@@ -35,8 +35,9 @@ class Part:
 
 
 def part_size(num_rows: int, *, max_rows: int) -> int:
-    """The number of rows of a part: four batches of `max_rows`. In a small sweep a part has fewer rows, at least one,
-    so that several engines get parts. The number depends on the plan alone, so that all shards are cut alike."""
+    """The number of rows of a part: four batches of `max_rows`. In a small sweep a part has fewer rows, at least one
+    batch, so that several engines get parts. The number depends on the plan alone, so that all shards are cut
+    alike."""
     return max(max_rows, min(4 * max_rows, -(-num_rows // 16)))
 
 
@@ -44,7 +45,7 @@ def cut(rows: Iterable[PlannedRow], *, rows_per_part: int) -> list[Part]:
     """The parts in the order of decoding: each model's longest prompts first.
 
     A part has at most `rows_per_part` rows, or the rows of one problem. Long prompts come first, so that the last
-    parts are short when engines run out of parts.
+    parts are short and the engines end at about the same time.
     """
     problems: dict[str, dict[tuple[str, str], list[PlannedRow]]] = {}
     for row in rows:

@@ -39,8 +39,8 @@ def run_timed(
     concurrency: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[TimedOutput]:
-    """Serves requests, `concurrency` at a time: when one ends, by itself or at a stop string, the engine gets the
-    next. Yields the outputs in the order in which the requests end."""
+    """Serves requests, `concurrency` at a time: when a request ends, by itself or at a stop string, the engine gets
+    the next request. Yields the outputs in the order in which the requests end."""
     engine, decode = model.engine, partial(decode_text, model.tokenizer)
     waiting, starts, answers = deque(requests), dict[str, float](), dict[str, Piece]()
     while waiting or starts:
@@ -71,7 +71,7 @@ class TimedStage:
     """Times cases, with an engine of the case's own buffer size, `concurrency` batch rows and no prefix cache.
 
     `load` loads a model by its name for a buffer size; its `ValueError` becomes a `ModelRefused`. An engine is kept
-    for the cases that follow with the same model and buffer size.
+    while the next case has the same model and buffer size.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class TimedStage:
 
     def __call__(self, case: TimedCase, *, left_out: Collection[int] = ()) -> pa.Table:
         """A row (`TIMED_COLUMNS`) for every request of both runs. Requests that the model cannot serve are left out,
-        and the rows of the samples `left_out`.
+        and so are the samples `left_out`.
 
         If the engine fails, the result is one row with the error, and the engine is closed: its state is unknown.
         """

@@ -1,6 +1,6 @@
 """The forms of calls that are known, each after the chat template of a released model.
 
-A more special form stands before a form whose text it contains.
+The order matters: a form whose text contains another form's text stands before the other form.
 """
 
 from dataclasses import replace
@@ -170,7 +170,7 @@ FORMS: tuple[CallForm, ...] = (
     PYTHONIC,
     replace(PYTHONIC, arguments=SINGLE_QUOTED),
 )
-"""Every form with its variants; variants have one name."""
+"""Every form with its variants; the variants of a form share its name."""
 CallFormName = Literal[
     "hermes",
     "xml",

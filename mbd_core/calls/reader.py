@@ -29,7 +29,7 @@ class CallReader:
     """Reads one answer whose calls have a form; its text is pushed in pieces of any size.
 
     White space right before the first call (`CallForm.gap`) belongs to neither content nor call: templates add it
-    again. Text behind the calls is content.
+    again. Text after the calls is content.
     """
 
     def __init__(self, form: CallForm, functions: Mapping[str, Mapping[str, Any]], *, text_has_form: bool = False):
@@ -63,7 +63,7 @@ class CallReader:
         return TextPiece(content=content, calls=list(deltas.values()))
 
     def _step(self, ends: bool) -> tuple[str, dict[str, Any]] | None:
-        """Content, and a part of the current call; `None` where more text is needed."""
+        """Content, and a part of the current call; `None` if more text is needed."""
         if self._place == "beginning":
             return self._begin(ends)
         if self._place in ("text", "rest"):
@@ -150,7 +150,7 @@ class CallReader:
 
 
 def _pattern(text: str) -> str:
-    """A regular expression for a constant text, in which the place of an id holds any id."""
+    """A regular expression for a constant text, with any id in the place of an id."""
     return re.escape(text).replace(re.escape(ID), f"[a-zA-Z0-9]{{{ID_LENGTH}}}")
 
 

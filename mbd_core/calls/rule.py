@@ -12,7 +12,7 @@ from mbd_core.calls.argument_grammar import ArgumentGrammar
 from mbd_core.calls.form import ID, ID_LENGTH, CallForm
 from mbd_core.decoding.grammar.grammar import FORM, Grammar
 
-COMPACT = {"whitespace_flexible": False}  # as in answers of a form alone
+COMPACT = {"whitespace_flexible": False}  # as in an answer whose grammar is only a JSON schema
 ANY = "/(?s:.*)/"
 
 
@@ -21,8 +21,8 @@ class CallRule:
     """The calls that an answer may have.
 
     functions    names of functions, and the JSON schemas of their arguments
-    must         the answer is a call; otherwise it is text, which calls may follow
-    several      several calls may follow one another, if the form has several
+    must         whether the answer must be a call; otherwise it is text, which calls may follow
+    several      whether several calls may follow one another, if the form supports it
     text_schema  the JSON schema of an answer without a call
     """
 
@@ -34,8 +34,8 @@ class CallRule:
     def grammar(self, form: CallForm, vocabulary: Mapping[str, int]) -> Grammar:
         """The grammar of such answers; `vocabulary` says which marks are tokens of their own. Raises `GrammarRefused`.
 
-        Text ends where a call begins, however its mark is written. The budget may cut a text, but not a call. Text of
-        a JSON schema has no call behind it and is not cut either.
+        Text ends where a call begins, whether the call's mark is a token or is spelled. The budget may cut a text, but
+        not a call. Text of a JSON schema has no call after it and is not cut either.
         """
         constants = Constants(vocabulary)
         arguments = ArgumentGrammar(form.arguments, constants)
@@ -68,7 +68,7 @@ class CallRule:
         )
 
     def _with_text(self, form: CallForm, constants: Constants) -> list[str]:
-        """The beginning of the grammar of answers that are text, calls, or text with calls behind it."""
+        """The beginning of the grammar of answers that are text, calls, or text with calls after it."""
         if not form.mark:
             return [f"start: TEXT | {constants(form.opening)} calls", f"TEXT: {without_beginning(form.opening)}"]
         rest, token = constants(form.opening.removeprefix(form.mark)), constants.token(form.mark)
@@ -81,7 +81,7 @@ class CallRule:
         return [f"start: TEXT | head {rest} calls", head, spelled, f"TEXT: {text}"]
 
     def _with_id(self, text: str, constants: Constants) -> str:
-        """The grammar of a constant with the place of an id."""
+        """The grammar of a constant text, in which an id may have a place."""
         before, place, after = text.partition(ID)
         if not place:
             return constants(text)

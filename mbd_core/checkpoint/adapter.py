@@ -2,7 +2,8 @@
 
 The tensors have the names of the Hugging Face model that PEFT wrapped: `base_model.model.<module>.lora_A.weight` and
 `lora_B.weight`, with the module names of the family. Trainers of sharded or compiled models may write other spellings
-of these names (`_module_of`). An unsupported setting that changes the adapter's result is refused by its name.
+of these names (`_module_of`). An unsupported setting that changes the adapter's result is an error that names the
+setting.
 """
 
 import math
@@ -41,11 +42,11 @@ TRAINING = {
     "target_modules",
     "task_type",
 }
-"""Settings that concern training or PEFT itself: the tensors already contain the training."""
+"""Settings of the training or of PEFT itself, which do not change what the trained tensors compute."""
 
 KEEPS_BASE = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
-"""Initialisations that leave the base model's weights as they are. The others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA)
-need a base model other than the published one."""
+"""Initialisations that leave the base model's weights as they are. Other initialisations (PiSSA, OLoRA, CorDA, LoftQ,
+LoRA-GA) need another base model than the published model."""
 
 PREFIX = "base_model.model."
 _KEY = re.compile(r"(?P<module>.+)\.lora_(?P<factor>[AB])(?:\.(?P<name>.+))?\.weight")
@@ -199,7 +200,7 @@ def _module_of(written: str, stored: Mapping[str, StoredTensor]) -> str | None:
 
 
 def _rename(written: str, factor: str, stored: Mapping[str, StoredTensor]) -> str:
-    """Advice, the end of a refusal: the key to which the tensor may be renamed, if `written` ends with a module's
+    """The end of an error's message: the key to which the tensor may be renamed, if `written` ends with a module's
     name."""
     modules = [name.removesuffix(".weight") for name in stored if name.endswith(".weight")]
     ends = [module for module in modules if f".{written}".endswith(f".{module}")]

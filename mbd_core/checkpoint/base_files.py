@@ -1,8 +1,8 @@
 """The files and JSON fields that a trained or adapted model takes over from its base's folder.
 
 A release's folder holds more than we read: the code that transformers runs for it (`auto_map`), its licence, files of
-its tokenizer, settings of other engines. Users of the new folder need them. Entries that the new weights make untrue
-are left out or written anew.
+its tokenizer, settings of other engines. Users of the new folder need these files too. Entries that the new weights
+make untrue are left out or written anew.
 """
 
 import stat
@@ -45,7 +45,7 @@ QUANTIZATION_FILES = ("hf_quant_config.json", "quant_config.json", "quantize_con
 CHOSEN = "chosen_decoding"  # in generation_config.json, beside the decoding that `--write-best` chose
 # In generation_config.json: the recommended decoding, and the record of the training. Other weights need other values.
 OF_THE_WEIGHTS = METHOD_FIELDS | {CHOSEN, SPEED_FRONT, "trained_with", "ar_mode"}
-MOST_BYTES = 2**29  # beside the weights; a training keeps them in memory
+MOST_BYTES = 2**29  # of the files beside the weights, which a training keeps in memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,8 @@ class BaseFiles:
 
 
 def read_base(folder: Path) -> BaseFiles:
-    """Reads everything that a model trained from `folder` takes over, so that it is there when the training ends.
+    """Reads everything that a model trained from `folder` takes over, before the training, so that it is not lost
+    during the training.
 
     Raises `ValueError` as `files_beside_weights` does, and for more than `MOST_BYTES`.
     """
@@ -96,8 +97,8 @@ def files_beside_weights(folder: Path) -> dict[str, Path]:
     """The files of a model folder that a model made from it takes over, by name relative to the folder.
 
     All regular files are taken over, except weights, states of trainers, settings of quantized weights, and hidden
-    files. A subfolder that holds weights or that the project wrote is another model's and is left out whole. In a
-    snapshot of Hugging Face's cache every file is a link to a blob beside it. Any other link out of the folder raises
+    files. A subfolder that holds weights or that the project wrote is another model's and is left out. In a snapshot
+    of Hugging Face's cache every file is a link to one of the cache's blobs. Any other link out of the folder raises
     `ValueError`.
     """
     root = folder.resolve()

@@ -48,7 +48,7 @@ def call_form(tokenizer: PreTrainedTokenizerBase, name: str | None = None) -> Ca
     if form is None:
         raise ValueError(
             "the model's chat template shows tool calls in a form of its own, so calls could not be told from text; "
-            f"the forms that are known are {', '.join(FORM_NAMES)}: give the model's one as call_form"
+            f"the forms that are known are {', '.join(FORM_NAMES)}: give the model's form as call_form"
         )
     return form
 
@@ -68,7 +68,7 @@ def _template_form(tokenizer: PreTrainedTokenizerBase, template: str) -> CallFor
 def plain_turns(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], form: CallForm = HERMES
 ) -> list[dict[str, Any]]:
-    """A chat with tools as turns of text alone.
+    """A chat with tools as turns of text only.
 
     The tools end the system turn. Calls end the assistant's turn. A function's result is a turn of the user.
     """
@@ -111,9 +111,9 @@ def chat_text(
 ) -> MaskedText:
     """A chat in the model's template, with the tools that the assistant may call.
 
-    The text ends at the beginning of the assistant's answer. With `answered`, it is a conversation with its last
-    answer, up to the end. With `continues`, it ends with the last message's text. `variables` are further variables of
-    the template. `form_name` overrides the template's form of calls.
+    The text ends at the beginning of the assistant's answer. With `answered`, the last message is an answer, and the
+    text ends after it. With `continues`, the text ends with the last message's text. `variables` are further variables
+    of the template. `form_name` overrides the template's form of calls.
 
     Control tokens that messages, tools and variables spell stay text; by default `masking` is the masking of these
     texts. Raises `ValueError` if the tokenizer has no template or the template refuses the chat (the order of roles).

@@ -54,8 +54,9 @@ def convert(
 
     `experts` and `to` are the target's layout and format; `None` keeps the source's (our trainer's layout becomes
     "per_expert"). `config_from` is the folder with config.json and tokenizer if the source has none. `adapter` is a
-    LoRA adapter's folder, which is added to the weights in float32; the recipe of its training, where the folder has
-    one, decides block size and recommended decoding. `progress` is called with the bytes written and the total.
+    LoRA adapter's folder; its changes are added to the weights in float32. If the folder has the recipe of its
+    training, the recipe decides block size and recommended decoding. `progress` is called with the bytes written and
+    the total.
 
     Raises `ValueError` for a target that `save_model` refuses; for wrong input, naming the file and the tensor; for a
     link out of the folder; and for a disk without room, naming both sizes. No partial target remains.
@@ -101,9 +102,9 @@ def convert(
 class _Plan:
     """A checked conversion: the target's tensors by name, their dtypes, and their source.
 
-    `kept` has the folder of each copied tensor, by name, and `changes` what an adapter adds to a tensor. `recipe` is
-    our trainer's, if the source is its checkpoint or the adapter is its own; `config` then has the block size of the
-    training.
+    `kept` has the folder of each copied tensor, by name, and `changes` the change that an adapter adds to a tensor.
+    `recipe` is our trainer's recipe, if our trainer wrote the source or the adapter. In this case `config` has the
+    block size of the training.
     """
 
     config: ModelConfig
@@ -184,8 +185,8 @@ def _plan(
 
 
 def _kept(config: ModelConfig, weights: WeightsFolder, beside_weights: Path) -> dict[str, WeightsFolder]:
-    """The folder of each tensor to copy, by the tensor's name: the tensors that the source skips, or its base's if the
-    source has none."""
+    """The folder of each tensor to copy, by the tensor's name: the tensors that the network does not use, from the
+    source or, if it has none, from its base."""
     skipped = FAMILIES[config.architecture].skipped
     if not skipped:
         return {}
@@ -204,10 +205,10 @@ def _write_trained(folder: Path, plan: _Plan, recipe: dict[str, Any]) -> None:
 
 
 def _correct_config(path: Path, plan: _Plan) -> None:
-    """Corrects a copied config.json, byte by byte, where it is not true of the target's weights.
+    """Corrects the values of a copied config.json that are not true of the target's weights; other text stays.
 
     FP8 weights are written as bfloat16, as they are read. The dtype is the dtype of most tensors. In families whose
-    `model_type` says whether experts are stacked (`expert_model_types`), it becomes the target's.
+    `model_type` says whether experts are stacked (`expert_model_types`), `model_type` becomes the target's.
     """
     text = path.read_text()
     config = json.loads(text)

@@ -213,7 +213,7 @@ DREAM = ModelFamily(
 )
 
 # Qwen2.5 as a block-diffusion model. No release's config has the mask's id. 151665, and 151645 for the end of an
-# answer, are default arguments of the released code, so they stand here. A config that names them counts.
+# answer, are default arguments of the released code, so they stand here. If a config names other ids, its ids count.
 FAST_DLLM_V2 = replace(
     DREAM,
     model_types=("Fast_dLLM_Qwen",),
@@ -308,7 +308,7 @@ QWEN2 = replace(
 
 
 def _adapted(base: ModelFamily, model_type: str) -> ModelFamily:
-    """dllm's A2D folder of an adapted base, with the base's keys and tensors.
+    """The family of dllm's A2D folders of a base, with the base's keys and tensors.
 
     dllm's files have neither the mask, which is the tokenizer's, nor block size and attention. Our folders have all
     three.
@@ -325,7 +325,7 @@ def _adapted(base: ModelFamily, model_type: str) -> ModelFamily:
     )
 
 
-# Its encoder and decoder share all weights but one number a layer. Only the text's weights are read.
+# DiffusionGemma's encoder and decoder share all weights except one number a layer. Only the text's weights are read.
 GEMMA_LAYER = (
     *(f"self_attn.{part}" for part in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")),
     *(f"mlp.{part}_proj" for part in ("gate", "up", "down")),
@@ -427,13 +427,14 @@ def default_method(architecture: str, attention: str) -> Json:
 
 
 def family_of(config: Json) -> tuple[str, ModelFamily]:
-    """The architecture in a parsed config.json, and its family. Raises `ValueError` listing the supported ones."""
+    """The architecture in a parsed config.json, and its family. Raises `ValueError` listing the supported
+    architectures."""
     match config.get("architectures"):
         case [str(name)] if name in FAMILIES:
             return name, FAMILIES[name]
         case names:
             known = ", ".join(sorted(FAMILIES))
-            raise ValueError(f"config.json has architectures={names!r}; supported: {known}, one of them alone")
+            raise ValueError(f"config.json has architectures={names!r}; supported: exactly one of {known}")
 
 
 def check_keys(config: Json, architecture: str) -> None:

@@ -1,4 +1,4 @@
-"""Gemma's config.json, made flat and back: its text model's settings are nested, and its layers differ.
+"""Flattens Gemma's config.json and nests it again: its text model's settings are nested, and its layers differ.
 
 {"canvas_length": 256, "eos_token_id": [1, 106, 50], "text_config": {"head_dim": 256, "global_head_dim": 512, ...}}
 
@@ -26,7 +26,7 @@ ROPES = {
 
 
 def flat_config(config: Json, text_key: str) -> dict[str, Any]:
-    """A Gemma's config.json on one level: values at the top count before the text model's under `text_key`.
+    """A Gemma's config.json on one level: values at the top override the text model's under `text_key`.
 
     `layer_types` are the numbers of the global layers, and the rotation's values stand under `rope_theta`,
     `global_rope_theta` and `global_partial_rotary_factor`. Raises `ValueError` naming the key.
@@ -68,7 +68,7 @@ def _read_ropes(ropes: Any) -> dict[str, Any]:
         rope = dict(ropes[name] or {})
         if rope.pop("rope_type", "default") != kind:
             raise ValueError(
-                f"config.json has rope_parameters.{name}={ropes[name]!r}; rope_type={kind!r} alone is supported"
+                f"config.json has rope_parameters.{name}={ropes[name]!r}; only rope_type={kind!r} is supported"
             )
         for key, value in rope.items():
             if key not in keys:

@@ -1,4 +1,4 @@
-"""A digest of a model folder: sweeps and trainings check with it that they go on with the model they began with."""
+"""A digest of a model folder: sweeps and trainings use it to check that they continue with the same model."""
 
 import hashlib
 from collections.abc import Iterator
@@ -19,10 +19,11 @@ NOT_HASHED = (MANIFEST, "generation_config.json")  # recommendations do not chan
 
 
 def model_digest(folder: Path) -> str:
-    """A hash of the files' names, sizes and contents; large files at 64 places, because training changes all places.
+    """A hash of the names, sizes and contents of all files but Markdown. Large files are hashed at 64 places, because
+    training changes all places.
 
-    Of `generation_config.json` only the EOS ids and the mask id count, which it decides together with `config.json`.
-    A file that stays at its URL counts as if it lay there. Raises `ValueError` if the two files contradict each
+    Of `generation_config.json` only the EOS ids and the mask id count, which it decides together with `config.json`. A
+    file that stays at its URL counts as if it lay in the folder. Raises `ValueError` if the two files contradict each
     other, or a URL cannot be read.
     """
     config = load_config(folder)

@@ -145,7 +145,7 @@ def _with_scales(folder: Path, tensors: dict[str, TensorInfo], fp8: list[str]) -
 
 
 class LastFile:
-    """A file of tensors that stays open until another one is asked for, or the context ends."""
+    """Keeps a file of tensors open until another file is requested, or the context ends."""
 
     def __init__(self) -> None:
         self._open: tuple[Path, Any] | None = None
@@ -166,8 +166,8 @@ class LastFile:
 
 
 def matrix_slice(file: Any, name: str, info: TensorInfo, scales: LastFile) -> Any:
-    """A tensor of an open file, read in parts by slicing. An FP8 tensor is multiplied by its scales, from the file
-    `scales`."""
+    """A tensor of an open file, read in parts by slicing. An FP8 tensor is multiplied by its scales; `scales` opens
+    their file if it is another file."""
     name = info.name or name
     if info.scales is None:
         return file.get_slice(name)
@@ -176,7 +176,8 @@ def matrix_slice(file: Any, name: str, info: TensorInfo, scales: LastFile) -> An
 
 
 class HfFolder:
-    """The safetensors of a Hugging Face folder. At most one file of tensors and one of scales are open at a time."""
+    """The safetensors of a Hugging Face folder. At most one file of tensors and one file of scales are open at a
+    time."""
 
     def __init__(self, folder: Path) -> None:
         self.tensors = list_tensors(folder)
@@ -241,7 +242,8 @@ def _where_cut(path: Path) -> str:
 
 
 class ShardWriter:
-    """Writes tensors into safetensors files of at most `max_bytes` (or one tensor), one at a time in memory."""
+    """Writes tensors into safetensors files of at most `max_bytes` (or one tensor), with one file's tensors in memory
+    at a time."""
 
     def __init__(self, folder: Path, *, max_bytes: int = MAX_SHARD_BYTES) -> None:
         self.folder, self.max_bytes = folder, max_bytes

@@ -1,8 +1,8 @@
 """A tokenizer for a model of random weights: its family's special tokens and chat template, and a text for every id.
 
-A release's tokenizer is not ours to copy. This tokenizer has the names and ids of the release's special tokens, where
-the vocabulary is the release's. Text is encoded by bytes and by merges learned from the generated tasks. Every other
-id is one word.
+A release's tokenizer is not ours to copy. This tokenizer has the names of the release's special tokens, and their ids
+if the vocabulary has the release's size. Text is encoded by bytes and by merges learned from the generated tasks.
+Every other id is one word.
 """
 
 import itertools
@@ -29,8 +29,8 @@ NEVER_IN_TEXT = {chr(byte) for byte in (0xC0, 0xC1, *range(0xF5, 0x100))}
 class ChatTokens:
     """A family's special tokens and chat template.
 
-    mask  its mask, if it has one
-    ends  its ends of text and turn, the release's own EOS first
+    mask  the name of its mask, if it has a mask
+    ends  the names of the tokens that end a text or a turn, the release's EOS first
     ids   its special tokens' ids in the release
     """
 
@@ -132,7 +132,7 @@ def shape_tokenizer(config: ModelConfig, *, lessons: Iterable[str] | None = None
     data: dict[str, Any] = json.loads(learned.backend_tokenizer.to_str())
     model, special_names = data["model"], {number: name for name, number in special.items()}
     learned_tokens = sorted(model["vocab"].keys() - {MASK, EOS, USER, ASSISTANT}, key=model["vocab"].__getitem__)
-    learned_tokens.sort(key=lambda token: token in NEVER_IN_TEXT)  # last, where they may find no room
+    learned_tokens.sort(key=lambda token: token in NEVER_IN_TEXT)  # last, because the last tokens may find no room
     names = itertools.chain(learned_tokens, (f"Ġ<{n}>" for n in itertools.count()))
     ids = {special_names[n] if n in special_names else next(names): n for n in range(config.vocab_size)}
     model["vocab"] = ids

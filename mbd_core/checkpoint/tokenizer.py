@@ -1,4 +1,4 @@
-"""A model folder's tokenizer, checked against the model, and the grammars of requests over it."""
+"""A model folder's tokenizer, checked against the model, and the grammars of requests over its vocabulary."""
 
 from functools import partial
 from pathlib import Path

@@ -1,6 +1,6 @@
 """An engine's counts and its load, for its observers.
 
-Steps count with numbers that they read anyway; queues, pages and slots are read on demand.
+Steps update the counts with numbers that they read anyway; queues, pages and slots are read on demand.
 """
 
 from collections import deque
@@ -51,8 +51,8 @@ class EngineCounts:
     sequence_forwards   NFE: forwards in which a sequence took part with blocks or a canvas, summed over sequences
     committed_tokens    useful tokens that were handed out
     verifications       forwards in which a sequence's drafts were judged, summed over sequences
-    drafted_tokens      drafted tokens that a verification judged; it confirmed `confirmed_tokens` of them
-    accepted_lengths    of each verification: the drafted tokens that it confirmed
+    drafted_tokens      drafted tokens that verifications judged; they confirmed `confirmed_tokens` of them
+    accepted_lengths    of each verification: the number of drafted tokens that it confirmed
     edited_tokens       filled tokens that were overwritten (T2T, DMax)
     tokens_per_forward  of each request that ended by itself
     block_lifetimes     of each stored block: forwards from its activation to its store, both included
@@ -84,11 +84,11 @@ class EngineCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineMeasures:
-    """An engine at one moment; the counts are since it was built.
+    """An engine at one moment, with the counts since it was built.
 
     kv_usage         share of the KV pages that running sequences own
     active_slots     slots whose block was decoded in the last forward, over all running sequences
-    dummy_slots      their slots without a block
+    dummy_slots      slots without a block, over the same sequences
     prefix_queries   prompt tokens that were looked up in the prefix cache; `prefix_hits` counts the tokens it held
     pages_to_host    pages copied to the host's memory so far; `pages_from_host` counts the pages copied back, and
                      `host_pages` the pages on the host now

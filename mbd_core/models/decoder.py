@@ -72,7 +72,7 @@ class DecoderLayer(nn.Module):
         """The residual stream after this layer, in the same rows. Only `attend` gets all rows in one tensor.
 
         `experts` (..., K) replaces the router's choice for the tokens of a single row. `kept` (N) are flat indices
-        into a single row's tokens: the result is (N, D), and the MLP runs on these tokens alone, unless experts depend
+        into a single row's tokens: the result is (N, D), and the MLP runs only on these tokens, unless experts depend
         on whole blocks.
         """
         adapts = [None] * len(rows) if adapters is None else [a.of(layer) for a in adapters.split(split)]
@@ -122,7 +122,7 @@ class Stack(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """The part of a forward that a training step needs, of one row of tokens.
+    """What a training step needs of the forward of one row of tokens.
 
     `kept` (N): flat indices into `input_ids`; only their hidden states (N, D) are computed to the end. `experts` (...,
     M, K): each token's experts in the M layers that have experts; the routers weigh them and choose none.
@@ -133,7 +133,7 @@ class Training:
 
 
 class Decoder(nn.Module):
-    """A diffusion language model: token ids and positions in, hidden states out; `logits` is a call of its own.
+    """A diffusion language model: token ids and positions in, hidden states out; `logits` is a separate call.
 
     With a `shard` of several ranks this is one rank's part. `config` then has that rank's sizes (`sharded`), as its
     cache needs them; `whole_config` has the model's. `vocabulary` is the rank's range of token ids. `reduce` must sum

@@ -2,7 +2,7 @@
 
 norm + residual | qkv | heads -> cache | attention | o_proj | norm + residual | router, choice, tiles, experts
 
-A layer's last sum is added by the norm that follows it, in the next layer or behind the last layer. If tensor-parallel
+A layer's last sum is added by the norm that follows it, in the next layer or after the last layer. If tensor-parallel
 ranks read each other's memory, that norm also adds the ranks' parts.
 
 Shape legend: T packed tokens, D hidden, H query heads, K key/value heads, C head channels, L places of a cache.
@@ -132,7 +132,7 @@ class KernelLayer(FusedLayer):
     def _mlp(
         self, x_TD: Tensor, inner_TD: Tensor, adapters: TokenAdapters | None, index: int, live_T: Tensor | None
     ) -> Stream:
-        """The stream with the MLP of `inner_TD` added, summed over the ranks where each has a part."""
+        """The stream with the MLP of `inner_TD` added, summed over the ranks if each rank has a part."""
         fuses = self._experts is not None and self._experts.fuses(len(inner_TD))
         shares = fuses and self._swiglu is not None and adapters is None  # adapters change no routed expert
         place_TD = self._place(1, x_TD)

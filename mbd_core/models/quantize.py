@@ -1,4 +1,4 @@
-"""Rounded weights in a model: FP8 in its experts alone or in all matrix products of its layers, int8 in all products.
+"""Rounded weights in a model: FP8 in its experts only or in all matrix products of its layers, int8 in all products.
 
 "experts" and "all" round with a scale per output channel. "blocks" are the experts with a scale per block of 128 x 128
 weights, as releases store them; `checkpoint.loading` keeps the values and scales of such files instead of rounding.
@@ -36,7 +36,9 @@ def quantize_weights(model: Decoder, parts: Fp8Parts) -> Decoder:
         raise ValueError(f"parts={parts!r} is unknown; choose one of {', '.join(get_args(Fp8Parts))}")
     old_parts = quantized_parts(model)
     if old_parts is not None:
-        raise ValueError(f"the model's weights are FP8 already (parts={old_parts!r}); load it again to round others")
+        raise ValueError(
+            f"the model's weights are FP8 already (parts={old_parts!r}); load it again to round other weights"
+        )
     names = _module_names(model, parts)
     if not names:
         raise ValueError(

@@ -70,8 +70,8 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class ProportionalRotation:
-    """Gemma's global layers: the first `share` of the pairs rotate, each with its frequency among all pairs; the
-    others stay."""
+    """Gemma's global layers: the first `share` of the pairs rotate, each with the frequency that it has among all
+    pairs; the other pairs stay."""
 
     share: float
 

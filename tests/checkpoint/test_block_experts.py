@@ -1,4 +1,4 @@
-"""Experts that keep the FP8 values and block scales of their files: loaded, cut among ranks, served, swapped."""
+"""Experts that keep the FP8 values and block scales of their files: loaded, sharded, served, swapped."""
 
 import json
 import re

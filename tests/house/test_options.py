@@ -280,7 +280,7 @@ def test_the_page_has_every_option_of_a_command() -> None:
         for item in main.options:
             shown = item.flag.metavar if item.flag.positional else flag(item)
             option = f"`{shown if main.shows(item) else item.path}`"
-            (other,) = re.findall(rf"^As of `mbd (\w+)`:.* {re.escape(option)}[,.]", sections[name], re.MULTILINE) or [
+            (other,) = re.findall(rf"^As in `mbd (\w+)`:.* {re.escape(option)}[,.]", sections[name], re.MULTILINE) or [
                 name
             ]
             (row,) = [line for line in sections[other].splitlines() if line.startswith(f"| {option} |")]

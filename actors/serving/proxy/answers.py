@@ -1,7 +1,7 @@
-"""Gives errors the API's form where Serve's HTTP proxy answers by itself, and where the gateway behind it dies.
+"""Gives errors the API's form: the errors of Serve's HTTP proxy, and the ends of requests whose gateway died.
 
-  a gateway dies before any answer    the request goes to another gateway, at most `REPEATS` times; then, and for an
-                                      order or a large body at once, the answer is 503 `no_gateway`
+  a gateway dies before any answer    the request goes to another gateway, at most `REPEATS` times; the answer is 503
+                                      `no_gateway` if that fails, or if the request is an order or has a large body
   a gateway dies within a stream      the stream's last event is an error
   the proxy refuses in plain text     the refusal becomes an error object with the same status
 

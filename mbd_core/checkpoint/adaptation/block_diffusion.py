@@ -1,4 +1,4 @@
-"""A block-diffusion folder of an autoregressive one: the same weights under another architecture, with a mask token.
+"""Converts an autoregressive model folder to block diffusion: the same weights, another architecture, a mask token.
 
 The new folder decodes block by block; its texts make sense only after a training. Its config.json has the base's keys,
 the names of the layout, and mask, block size and attention.
@@ -104,7 +104,7 @@ def convert_to_block_diffusion(
     """Writes the block-diffusion folder `target` of the autoregressive folder `source`, and returns its plan.
 
     Weights keep their values and dtypes. A vocabulary without room for the mask grows by rows that are the mean of the
-    others. The files beside the weights are copied, with the mask in the tokenizer's.
+    base's rows. The other files are copied, and the tokenizer's files get the mask.
 
     `progress` is called with the bytes read and the total. Raises `ValueError` as `read_folder`,
     `plan_block_diffusion` and `save_model` do. No partial target remains.
@@ -156,7 +156,7 @@ def _decoding(config: ModelConfig) -> dict[str, Any]:
 
 
 def _grown(rows: Tensor, num_rows: int) -> Tensor:
-    """A matrix with rows for every token; new rows are the mean of the others."""
+    """A matrix with rows for every token; new rows are the mean of the given rows."""
     missing = num_rows - len(rows)
     if missing <= 0:
         return rows

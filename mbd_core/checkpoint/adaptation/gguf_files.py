@@ -1,6 +1,7 @@
 """GGUF files as model folders: weights, configuration, tokenizer and chat template, by transformers' own reader.
 
-The folder is written once. Weights in 32 or 16 bits keep their dtype; quantised ones become bfloat16.
+The folder is written once. Weights that are all float32, or all float16, keep their dtype; other weights become
+bfloat16.
 """
 
 import hashlib
@@ -15,14 +16,14 @@ from mbd_core.checkpoint.saving import MODEL_KIND, check_room
 from mbd_core.files import check_target_folder, folder_beside, write_json
 from mbd_core.storage.cache import FolderCache
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")  # as `general.architecture`; a Mistral's is llama, and is read as one
+ARCHITECTURES = ("llama", "qwen2", "qwen3")  # of `general.architecture`; a Mistral says llama, and is read as a Llama
 SUFFIX = ".gguf"
 
 
 def find_gguf(model: Path) -> Path | None:
-    """The GGUF file that `model` is, or that is a folder's only weights; `None` if there is none.
+    """The file `model` itself if it is a GGUF, or the GGUF of a folder without safetensors; else `None`.
 
-    Raises `ValueError` for a folder of several.
+    Raises `ValueError` for a folder with several GGUF files.
     """
     if model.suffix == SUFFIX and model.is_file():
         return model
@@ -94,7 +95,7 @@ def write_gguf_folder(file: Path, target: Path, *, extra: Mapping[str, str] | No
 
 
 def _check(file: Path) -> tuple[dict[str, Any], Any]:
-    """A GGUF file's settings without its tokenizer, and the dtype of its weights as they are written."""
+    """A GGUF file's settings without its tokenizer, and the dtype in which its weights are written."""
     import torch
 
     try:

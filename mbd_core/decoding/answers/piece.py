@@ -6,7 +6,7 @@ from typing import Any, Self, TypedDict
 
 import numpy as np
 
-MAX_TOPS = 20  # likeliest tokens of a position that may be asked for
+MAX_TOPS = 20  # the largest number of likeliest tokens that a request may ask for
 
 TopTokens = tuple[tuple[int, float], ...]
 """The likeliest tokens of a position and their natural log-probabilities, likeliest first."""
@@ -25,18 +25,18 @@ class Edit:
 class Piece:
     """Neighbouring tokens of an answer, with the facts about each. `piece[a:b]` and `a + b` work as on lists.
 
-    If filled tokens stay, forward k of a request (k = 1, 2, ...) has seen the prompt and the tokens whose step is
-    less than k, and masks everywhere else. So it can be run again, and it predicts the tokens whose step is k. If
-    tokens are overwritten, or a canvas is filled, the steps show how the answer came about (`Request.replay`).
+    If filled tokens stay, forward k of a request (k = 1, 2, ...) has seen the prompt and the tokens whose step is less
+    than k, and masks everywhere else. So forward k can be computed again, and it predicts the tokens whose step is k.
+    If tokens are overwritten, or a canvas is filled, the steps show how the answer came about (`Request.replay`).
 
-    logprobs  of each token: its natural log-probability in the forward that accepted it; with DMax, which rates a
-              filled position in every forward, in the last forward before its block was final
+    logprobs  of each token: its natural log-probability in the forward that accepted it. DMax rates filled positions
+              in every forward: there the last forward before the block was final counts
     tops      of each token: the likeliest tokens of its place in that forward; empty if no forward had logits
     steps     of each token: the forward that accepted it, or was the last to overwrite it; 0 if it was fixed before
               the first forward
     edits     tokens of the piece that were overwritten, by index
 
-    A column that nobody asked for is `None`. Adding a piece without tokens changes no column.
+    A column that was not requested is `None`. Adding a piece without tokens changes no column.
     """
 
     tokens: tuple[int, ...] = ()

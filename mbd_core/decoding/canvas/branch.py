@@ -28,7 +28,7 @@ class BranchStats:
     """The counts of one branch: its forwards by kind, its tokens by origin, and its positions without a mask.
 
     num_decoded is Algorithm 2's progress: the branch's own tokens, and the leader's count after a sync. num_copied is
-    the sum by which syncs raised it.
+    the sum by which syncs raised num_decoded.
     """
 
     block_length: int
@@ -93,7 +93,7 @@ class Branch:
         return self.lane.open_positions(self.start, self.stop)
 
     def align(self) -> None:
-        """Move the window to the block with the first mask; without one the branch is done."""
+        """Move the window to the block with the first mask; without a mask the branch is done."""
         first = self.lane.first_mask(self.begin)
         if first == self.length:
             self.done = True

@@ -1,4 +1,5 @@
-"""A lane: one copy of a canvas, with its own keys and values. Guidance has two lanes, BlockBatch one a branch."""
+"""A lane: one copy of a canvas, with its own keys and values. Guidance has two lanes, BlockBatch one for each
+branch."""
 
 from dataclasses import dataclass
 
@@ -14,7 +15,8 @@ from mbd_core.decoding.canvas.plan import Query
 class Lane:
     """The tokens of a canvas (L,), on the host. Masked is a boolean, never "token == mask id".
 
-    log_probs  of each token in the forward that accepted it; `steps` has the forward's number
+    log_probs  log-probability of each token in the forward that accepted it
+    steps      number of this forward
     """
 
     tokens: np.ndarray

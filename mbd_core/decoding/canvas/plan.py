@@ -3,10 +3,10 @@
 A canvas is one sequence of fixed length, the prompt and `max_tokens` masks, under full attention. A decoder keeps it
 on one or more lanes (`lane.py`; guidance has two, BlockBatch one for each branch), each with its own keys and values.
 
-A decoder behind a stored prefix (`decoding/causal`) has one lane. Its rows begin anywhere from the end of the stored
-positions (`num_stored`) on. Every row writes its keys, and the next row at the same positions overwrites them. So a
-row is not stored if `num_stored` stays, and is partly stored if `num_stored` grows by less than the row. Only keys
-before `num_stored` are shared with other requests.
+A decoder that works after a stored prefix (`decoding/causal`) has one lane. Its rows begin anywhere from the end of
+the stored positions (`num_stored`) on. Every row writes its keys, and the next row at the same positions overwrites
+them. So a row is not stored if `num_stored` does not grow, and is partly stored if `num_stored` grows by less than the
+row. Only keys before `num_stored` are shared with other requests.
 
 Shape legend: Q positions of one query, A positions with logits, V vocabulary.
 """
@@ -33,8 +33,8 @@ from mbd_core.decoding.grammar.guide import Guide
 class CanvasTask:
     """One request for a decoder; the fields are the arguments of `canvas_decoder`.
 
-    min_tokens      none of the answer's first `min_tokens` positions becomes a token that ends it
-    stop_token_ids  tokens that end the answer beside `eos_token_ids`
+    min_tokens      number of the answer's first positions that get no token that ends the answer
+    stop_token_ids  tokens that end the answer, in addition to `eos_token_ids`
     """
 
     prompt: tuple[int, ...]
@@ -68,13 +68,13 @@ class Query:
     tokens     (Q,) int64 input ids, the mask id where masked
     logits_at  (A,) absolute positions in [start, stop) whose logits are returned. If the logits of position p - 1
                predict p (Dream), a decoder that fills p lists p - 1
-    gap        the row's tokens stand in the cache this number of places behind their positions, which hold keys
-               already. In a causal row each token sees the keys before its position, and itself; otherwise all tokens
-               see the keys before the row's first position, and the row
-    drafts     the row is of the request's draft adapter, if it has one
-    by_draft_model  the row is the engine's draft model's, which has keys of its own
-    denoises   its tokens are drawn, and the model denoises them (`models/gemma.py`), conditioned on the embeddings
-               `expected` (Q, D), on the device; `None`: on nothing
+    gap        number of places in the cache from the tokens' own positions, which hold keys already, to their keys. In
+               a causal row each token sees the keys before its position, and itself; otherwise all tokens see the keys
+               before the row's first position, and the row
+    drafts     whether the request's draft adapter computes the row, if there is one
+    by_draft_model  whether the engine's draft model, which has its own keys, computes the row
+    denoises   whether the row's tokens are random and the model denoises them (`models/gemma.py`)
+    expected   (Q, D) embeddings on the device that condition the denoising; `None`: no condition
     """
 
     lane: int
@@ -106,12 +106,14 @@ class CanvasPlan:
 
 @dataclass(frozen=True)
 class CanvasUpdate:
-    """The changes of one forward by (lane, block), for traces. Behind a prefix, block counts whole blocks of answer.
+    """The changes of one forward by (lane, block), for traces. After a stored prefix, `block` counts whole blocks of
+    the answer.
 
-    accepted    masks that became tokens
+    accepted    number of masks that became tokens
     mask_ratio  share of the block's positions that were masked before, for every block in `accepted`
-    edited      tokens that were replaced (BlockBatch's sync)
-    drafted     drafted tokens that this forward judged; it confirmed `confirmed` of them
+    edited      number of tokens that were replaced (BlockBatch's sync)
+    drafted     number of drafted tokens that this forward judged
+    confirmed   number of drafted tokens that it confirmed
     slots       for a decoder with a Block Buffer: the blocks that the forward held, in their order
     """
 
@@ -160,7 +162,7 @@ class OpenLogits:
 
     @property
     def kind(self) -> str | None:
-        """Parts of one kind are read together; `None`: this part alone."""
+        """Logits of the same kind are read together; `None`: these logits are read by themselves."""
         is_alone = self.sampling.draws or self.adjust is not None or self.draft is not None or self.score == "random"
         return None if is_alone else self.score
 
@@ -168,10 +170,10 @@ class OpenLogits:
 class PlannedDecoder(Protocol):
     """One request: a state machine without a model.
 
-    `plan` changes nothing; `update` advances the state. `update` is `open_logits`, then guesses, then `accept`; the
-    guesses of many requests are one operation. `hold_to` sets the blocks that the engine's budget leaves the request
-    in the next forward, maybe none. With none, a decoder whose drafts have more than one position (`draft_length`)
-    gives the same tokens one by one.
+    `plan` changes nothing; `update` advances the state. `update` calls `open_logits`, computes guesses and calls
+    `accept`; an engine computes the guesses of many requests in one operation. `hold_to` sets the number of blocks
+    that the engine's budget allows the request in the next forward. With 0 blocks, a decoder whose drafts have more
+    than one position (`draft_length`) gives the same tokens one by one.
 
     `num_stored` is the number of leading positions that are stored for good: 0 for a canvas. `tokens` begin at the
     prompt's end and stop before the first mask, or after the first EOS before that mask. `log_probs` are their
@@ -223,8 +225,9 @@ class PlannedDecoder(Protocol):
 class ReadingDecoder(PlannedDecoder, Protocol):
     """A decoder that reads its forward's logits on the device in pieces, because all of them would be large.
 
-    It has `read` instead of `open_logits`, and on the host `take` of the reading instead of `accept`. `logits_of`
-    gives the logits of a range of its positions, `expect` the mean embeddings (P, D) under probabilities (P, V).
+    It has `read` instead of `open_logits`, and instead of `accept` it has `take`, which gets the reading on the host.
+    `logits_of` gives the logits of a range of its positions, `expect` the mean embeddings (P, D) under probabilities
+    (P, V).
     """
 
     def read(self, logits_of: Callable[[slice], Tensor], expect: Callable[[Tensor], Tensor]) -> Any: ...

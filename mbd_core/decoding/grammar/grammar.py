@@ -25,7 +25,7 @@ class Grammar:
 
     syntax      the kind of `text`: a JSON schema (as JSON), a regular expression (Rust's syntax), or a grammar in
                 llguidance's variant of Lark
-    may_be_cut  the answer may also end without an EOS at `max_tokens`, where the grammar accepts the text so far
+    may_be_cut  the answer may also end without an EOS at `max_tokens`, if the grammar accepts the text so far
     schemas     pairs of a tool's name and a JSON schema, of its parameters or of a part of them. `text` refers to a
                 pair as `%json @NUMBER`. The schema of a text that may stand instead of calls has the name `FORM`
     marks       texts that end a string without quotes

@@ -11,7 +11,7 @@ from mbd_core.decoding.grammar.schemas import GrammarRefused, at, check_bounds, 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-MAX_PLACES = 200  # parts of a schema compiled alone, to find the part that cannot be honoured
+MAX_PLACES = 200  # parts of a schema that are compiled by themselves, to find the refused part
 
 
 def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
@@ -34,7 +34,7 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
 _REMEDIES = {
     "Unimplemented keys": "leave them out, and check them yourself",
     "look-around": "write the pattern without it, or leave it out and check it yourself",
-    "lookarounds": "give ^ and $ at the pattern's ends alone",
+    "lookarounds": "give ^ and $ only at the pattern's ends",
     "backreferences": "write the pattern without them, or leave it out and check it yourself",
     "Invalid type": "give string, number, integer, boolean, array, object or null, in small letters",
     "type must be": "leave it out for any value",
@@ -44,7 +44,7 @@ _REMEDIES = {
 
 
 def _check_part(tokenizer: LLTokenizer, subject: str, schema: str) -> None:
-    """Raises `GrammarRefused` for a schema that llguidance does not take, with the place of its least part."""
+    """Raises `GrammarRefused` for a schema that llguidance refuses, with the place of the smallest refused part."""
     matcher, reason = _matcher_of(tokenizer, "json_schema", schema)
     if matcher is not None:
         return

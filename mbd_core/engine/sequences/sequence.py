@@ -61,20 +61,21 @@ class SequenceState:
     tokens             the prompt and the committed tokens after it, tokens committed by an earlier engine included
     origin             the position at which its block grid begins
     end                one past the last position it may fill
-    span               positions it may ever store: up to `end`, the last block whole
+    span               positions it may ever store: up to `end`, rounded up to a complete block
     window             positions of its whole buffer, or of the longest row that its decoder plans
     num_lanes          copies of its positions in the cache: the lanes of a canvas, otherwise 1
     is_canvas          it decodes on a canvas, not in blocks
     is_planned         a decoder plans its rows, on a canvas or behind its prefix; it is not in the Block Buffer
     decoder            the decoder that plans its rows behind a prefix; it survives a preemption
-    store              positions of the rows that store its prefix from `origin` on; `None`: causal rows, of any length
+    store              number of positions of each row that stores its prefix from `origin` on; `None`: causal rows of
+                       any length
     prefix_length      tokens to be stored before it decodes: the prompt up to its first block in the buffer, or all
-                       tokens committed before a preemption; at least the prompt if the prompt attends in full;
-                       for planned rows the tokens that its decoder does not run itself; 0 for a canvas
+                       tokens committed before a preemption. If the prompt attends in full, at least the prompt. For
+                       planned rows, the tokens that its decoder does not run itself. For a canvas, 0
     saved_row          its Block Buffer row, while it is preempted
     num_resident       its blocks in that row: 1 when it joins, after a preemption the number it left with
     num_pages_in_table  how many of its pages stand in the device's page table
-    chain              hashes of its leading whole pages, as far as they were needed
+    chain              hashes of its leading full pages, as far as they were needed
     num_shareable      leading pages whose tokens are final, so that other sequences may share them
     step_map           if the request asks for a rollout: the forwards that wrote the positions of its slots
     top_log            if the request asks for top_logprobs: the likeliest tokens of its slots' positions
@@ -90,7 +91,8 @@ class SequenceState:
     block_ages         forwards that the blocks in its slots took part in, while it is preempted
     added_at, admitted_at, stored_at  when it arrived, was first admitted, and had its prompt stored, in seconds of
                        `time.perf_counter`; 0 before that
-    prompt_until       `stored_at`; if the forward that stored the last of the prompt decoded too, its beginning
+    prompt_until       `stored_at`; or the beginning of the forward that stored the last prompt tokens, if this forward
+                       also decoded
     """
 
     request: Request
@@ -245,7 +247,8 @@ class SequenceState:
     def queue_seconds(self) -> float:
         """Seconds from its arrival to its first batch row; 0 before that.
 
-        A step that admits it may decode it too. Its seconds count from its plan, which is before the admission.
+        A step that admits the request may also decode it. The step's seconds begin with its plan, before the
+        admission.
         """
         end = min(self.admitted_at, self.prompt_until) if self.prompt_until else self.admitted_at
         return max(0.0, end - self.added_at)
@@ -286,7 +289,7 @@ def lanes(request: Request) -> int:
 
 
 def span(request: Request, block_size: int) -> int:
-    """Positions a request may ever store: to the end of its budget, its last block whole."""
+    """Positions a request may ever store: to the end of its budget, rounded up to a complete block."""
     planned = request.decoding.planned
     if planned is not None or request.decoding.canvas is not None:
         return len(request.prompt) + request.max_tokens + (0 if planned is None else planned.overhang)
@@ -296,5 +299,5 @@ def span(request: Request, block_size: int) -> int:
 
 
 def pages_needed(request: Request, *, block_size: int, page_size: int) -> int:
-    """Pages that hold a request to its end, its last block whole."""
+    """Pages that hold a request to its end, rounded up to a complete block."""
     return lanes(request) * -(-span(request, block_size) // page_size)

@@ -29,7 +29,7 @@ class Repeated:
 
 
 def measure_repeated(samples: Sequence[GradedSample], *, votes: bool) -> Repeated | None:
-    """The numbers for k = 1, 2, 4, ... and all answers; `None` where no problem has several draws."""
+    """The numbers for k = 1, 2, 4, ... and all answers; `None` if no problem has several draws."""
     if not any(sample.draw for sample in samples):
         return None
     problems: dict[str, list[GradedSample]] = {}
@@ -61,7 +61,8 @@ def measure_repeated(samples: Sequence[GradedSample], *, votes: bool) -> Repeate
 
 
 def pass_at(num_samples: int, num_right: int, k: int) -> float:
-    """The chance that one of `k` answers is right, without bias from all of them (Chen et al. 2021, Eq. 1)."""
+    """The chance that one of `k` answers is right, estimated without bias from all answers (Chen et al. 2021, Eq.
+    1)."""
     return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 

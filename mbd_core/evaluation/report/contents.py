@@ -91,7 +91,7 @@ def report_tables(numbers: SweepNumbers) -> list[Table]:
 
 
 def _recipes(settings: Mapping[str, Any]) -> str:
-    """How the problems were asked, in words; joined sweeps have a line each."""
+    """How the problems were asked, in words: the different recipes of all joined sweeps."""
     parts = [settings, *(value for value in settings.values() if isinstance(value, Mapping))]
     names = dict.fromkeys(str(part["recipe"]) for part in parts if "recipe" in part)
     return "; ".join(names) or "as the settings say"

@@ -32,7 +32,8 @@ class ReportMetric:
     """A metric.
 
     field    its field in `report.json`, of the rows, `aup` or `times`
-    name     in a table's head; `long` is the name in words, for the axis of a plot
+    name     the name in a table's head
+    long     the name in words, for the axis of a plot
     form     how a value is formatted
     meaning  how it is computed from counts
     """

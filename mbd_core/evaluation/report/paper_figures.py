@@ -2,9 +2,9 @@
 
 A figure is a text as it is printed, with its model, method and benchmarks. `MODELS` alone says which model folder
 holds a paper's model. The method is the decoding that the paper gives for the row (MBD-LMs Table 4, D2F Sec. 5.1 and
-Table 8, BlockBatch App. E.3). Fields that a paper leaves open are not compared. The exception are blocks of 32, the
-released setting of Fast-dLLM and LocalLeap, which BlockBatch's Vanilla on LLaDA has here too. Only columns that follow
-from others (gains, speedups, latency costs) are left out.
+Table 8, BlockBatch App. E.3). Fields that a paper leaves open are not compared. One open field is compared
+nevertheless: the block length of Fast-dLLM and LocalLeap is 32, their released setting, and BlockBatch's Vanilla on
+LLaDA has 32 here too. Only columns that follow from others (gains, speedups, latency costs) are left out.
 
 Not all figures can be of the whole benchmark: SDAR-8B-Chat-b4's 64.80 and 65.80 on MBPP+ are no multiples of 1/378,
 and its 73.70 on HumanEval+ is no multiple of 1/164. Its average TPF by MultiBD (training-free) is printed as 2.00,
@@ -64,7 +64,7 @@ class PaperRow:
 
 @dataclass(frozen=True, kw_only=True)
 class PaperTable:
-    """A table; `recipes` name how it was asked, and `heads` its columns behind the first."""
+    """A table; `recipes` name how its problems were asked, and `heads` are its columns after the first."""
 
     title: str
     recipes: Sequence[str]
@@ -290,7 +290,7 @@ D2F_TABLE_4 = (
     ("GSM8k 4-shot", "gsm8k", 0.85, "random", "118.8 75.9"),
     ("GSM8k 4-shot", "gsm8k", 0.85, "D2F", "124.8 75.4"),
 )
-# parts of a canvas's method that no baseline here has, unless it says so
+# parts of a canvas's method that a baseline has only if it names them
 PLAIN_FIELDS: MethodFields = {"refresh": None, "leap": None, "branches": None}
 # the likeliest tokens first, as many steps as the canvas has positions, without guidance
 GREEDY: MethodFields = {"steps": None, "score_temperature": 0.0, "cfg_scale": 0.0}
@@ -301,7 +301,7 @@ DREAM_OWN: MethodFields = {"canvas": {"cache": "none", **METHODS["dream-entropy"
 
 
 def _canvas(name: str, **changes: Any) -> MethodFields:
-    """A method of `METHODS` on a canvas, with every field that tells it from its neighbours."""
+    """A method of `METHODS` on a canvas, with every field that distinguishes it from similar methods."""
     plain = {
         "accept": "threshold",
         "score": "confidence",

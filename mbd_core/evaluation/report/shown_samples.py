@@ -19,7 +19,7 @@ from mbd_core.tables import script_json
 
 MOST_EACH = 20  # samples of one configuration on one task
 MOST_SAMPLES = 2000
-MOST_BYTES = 16 * 2**20  # of all of them as JSON, prompts included
+MOST_BYTES = 16 * 2**20  # of all shown samples as JSON, prompts included
 LONGEST_REFERENCE = 2000  # characters; the tests of a program are long
 
 SUBJECT = ("model", "method", "task", "config", "problem_id", "seed", "sample", "correct")
@@ -31,8 +31,8 @@ SHOWN = ("sample", "problem_id", "seed", "draw", "reference", *ANSWER)
 
 @dataclass(frozen=True)
 class SamplePlace:
-    """Where a sample lies. Wrong samples come first; the rest of the order is that of the plans and of each plan's
-    samples."""
+    """The place of a sample. Wrong samples come first; otherwise samples are in the order of the plans and of each
+    plan."""
 
     correct: bool
     plan: int
@@ -51,7 +51,7 @@ class ShownSamples:
 
     samples  JSON objects by configuration, in the order of `SamplePlace.rank`; `prompt` is an index into `prompts`
     prompts  JSON texts of the models' inputs
-    each     samples of each configuration on each task, at most
+    each     the most samples of a configuration on a task
     left_out chosen samples for which the page had no room
     """
 
@@ -148,7 +148,7 @@ def _rows(path: Path, indices: Sequence[int]) -> Iterator[dict[str, Any]]:
 
 
 def _prompt(row: Mapping[str, Any]) -> Any:
-    """The messages or the text that the model was given; the problem alone where a row has no input."""
+    """The messages or the text that the model was given; only the problem if a row has no input."""
     return row["prompt"] if row["input"] is None else json.loads(row["input"])
 
 

@@ -7,8 +7,8 @@ The rule is that of EvalPlus 0.3.1's sanitiser, stated anew:
 2. The imports and the definitions that the function reaches are kept. The first definition of a name counts. So
    drivers, tests and examples of use around the function neither run nor fail.
 
-The sanitiser loses some functions, or definitions that they need, and right answers with them. Here no right answer
-is lost so. Answers are read out of lists, quotes, tags and fences (`_parts`), or go on after the prompt
+The sanitiser loses some functions, or definitions that they need, and right answers with them. Here no right answer is
+lost in this way. Answers are read out of lists, quotes, tags and fences (`_parts`), or go on after the prompt
 (`_continuation`). Functions that are decorated, return nothing, or are defined in an `if` or `try` are kept too. Names
 mean what they mean in Python: a driver's `n` is not the function's own `n`. Names that the answer lacks come from the
 prompt.
@@ -32,7 +32,7 @@ TAG = re.compile(r"</?(?:code|pre|answer|python|solution)\b[^>\n]{0,200}>|\[/?(?
 SPAN = re.compile(r"(?<!`)(`{1,3})(?!`)(?:(?:python3?|py)[ \t])?([^`\n]+)\1(?!`)")
 QUOTE = re.compile(r"^[ \t]*> ?", re.MULTILINE)
 END_OF_REASONING = "</think>"
-MOST_PARSED = 2_000_000  # characters of an answer, some seconds of work; then the runs that were found count
+MOST_PARSED = 2_000_000  # characters of an answer, some seconds of work; after them only the runs found so far count
 COST = 100  # of a parse, in characters
 MOST_PARTS = 20
 MOST_CUTS = 200
@@ -41,7 +41,7 @@ BY_TEXT = frozenset(("eval", "exec", "globals", "locals", "vars"))  # these find
 
 
 def extract_program(prompt: str, entry_point: str, text: str) -> str:
-    """The program to run. An answer without code gives the prompt with the answer, which then fails as it stands."""
+    """The program to run. An answer without code gives the prompt with the answer, a program that fails."""
     text = text.removeprefix("\ufeff").replace("\r\n", "\n")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -101,7 +101,8 @@ def _indented(text: str, place: int, indent: str) -> str:
 
 
 def _continuation(prompt: str, entry_point: str, answer: str) -> str | None:
-    """The prompt with a part as the function's body, or `None` if nothing of the answer can follow it."""
+    """The prompt with a part of the answer as the function's body, or `None` if nothing of the answer can follow
+    it."""
     parts = FENCE.split(answer)
     for part in (*parts[1::2], *parts[0::2]):
         code = _python_prefix(prompt + part) if part.strip() else None
@@ -159,14 +160,14 @@ class Budget:
 
 
 def python_runs(text: str, name: str, budget: Budget) -> list[str]:
-    """The runs that hold a name, each as long as it can be, the longest first. No run begins within another run, whose
-    earlier lines would make it longer."""
+    """The runs that hold a name, each as long as it can be, the longest first. No run begins within another run,
+    because the other run is longer."""
     return _Runs(lines=text.split("\n"), name=name, budget=budget).found()
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Runs:
-    """The search for runs. Lines that no further line can mend end it early, so its cost is a few times the text's
+    """The search for runs. It stops early at lines that no further line can mend, so it costs a few times the text's
     length."""
 
     lines: list[str]

@@ -1,10 +1,10 @@
 """A filter of system calls (seccomp) for programs that a model wrote.
 
-It is a list of what is allowed: what Python, numpy and threads need, and nothing that names another process, opens a
-connection, sends a signal, or makes memory that the limit of address space does not count. A call that is not listed
-returns EPERM, so that the program sees an exception; a recent one returns ENOSYS, as on a kernel without it, so that
-the C library takes its older way. Calls that can name a process are allowed for the calling process, whose number is
-0.
+The filter lists the allowed calls: the calls that Python, numpy and threads need, and no call that names another
+process, opens a connection, sends a signal, or makes memory that the limit of address space does not count. A call
+that is not listed returns EPERM, so that the program sees an exception. An unlisted recent call returns ENOSYS, as on
+an older kernel, so that the C library uses an older call instead. Calls that can name a process are allowed for the
+calling process, whose number is 0.
 """
 
 import errno
@@ -65,7 +65,7 @@ class Condition:
 
 
 def _own_process(argument: int = 0) -> Condition:
-    """An argument that names a process or thread must name the calling one."""
+    """An argument that names a process or thread must name the calling process or thread."""
     return Condition(argument, "in", (0,))
 
 
@@ -126,7 +126,8 @@ def _number(call: str, column: int) -> int | None:
 
 
 def _allow_if(number: int | None, conditions: Sequence[Condition]) -> list[bytes]:
-    """Allow the call if its arguments are as they must be, else deny it; nothing if the call has no number."""
+    """Instructions that allow the call if its arguments meet the conditions, and deny it otherwise; none for a call
+    without a number."""
     if number is None:
         return []
     body = [part for condition in conditions for part in _check_condition(condition)] + [_instruction(RETURN, ALLOW)]
@@ -134,7 +135,7 @@ def _allow_if(number: int | None, conditions: Sequence[Condition]) -> list[bytes
 
 
 def _check_condition(condition: Condition) -> Iterator[bytes]:
-    """Go on behind the last instruction, which denies the call, if the condition holds."""
+    """Instructions that deny the call unless the condition holds."""
     yield _instruction(LOAD, ARGUMENTS + 8 * condition.argument)
     if condition.test == "in":
         for distance, value in zip(range(len(condition.values), 0, -1), condition.values, strict=True):

@@ -6,7 +6,7 @@
     report.md, report.html, report.json, plot.png
 
 Each new sweep in a folder draws an id, and every part carries it. The files of the report carry no id, so the record
-keeps their digests. A file with neither is foreign: it is never read, replaced or removed.
+keeps their digests. A file without such an id or digest is foreign: it is never read, replaced or removed.
 """
 
 import hashlib
@@ -148,7 +148,8 @@ class SweepFolder:
         return [number for number in self.state.record.cases if not self._has_file(case_name(number))]
 
     def write_part(self, number: int, table: pa.Table) -> None:
-        """Write a part of the samples, durably, whole or not at all; a part that is there already stays as it is."""
+        """Write a part of the samples, durably, completely or not at all; a part that is there already stays as it
+        is."""
         assert number in self.state.record.parts, f"part {number} is not of this shard"
         self._write_table(part_name(number), table)
 

@@ -1,7 +1,7 @@
 """The decoding configurations of a sweep: a grid over the fields of named methods.
 
 A method is a name with decoding fields, from `decoding.methods` or defined by the user as JSON. A grid field replaces
-the value of every method in which it has a meaning.
+the field's value in every method to which it applies.
 """
 
 import itertools
@@ -27,7 +27,7 @@ MULTI_LABELS: dict[str | None, str] = {
     "teacher_forcing": TRAINING_FREE,
     "dmax_oput": TRAINING_FREE,  # DMax's own training: one noisy block after clean ones
     "multitf": "MBD",
-    "d2f": "MultiBD",  # for several blocks, but not by MultiTF
+    "d2f": "MultiBD",  # trained for several blocks, but not by MultiTF
     "d2f_block_causal": "MultiBD",
     None: "MultiBD",
 }
@@ -116,7 +116,7 @@ def plan_variants(
             raise ValueError(f"unknown method '{name}'; known: {', '.join(methods)}")
         base = dict(methods[name])
         if base.get("canvas") is None and base.get("causal") is None:
-            # the revision of the model's defaults is the method's, so that a grid can vary it
+            # the method takes over the revision in the model's defaults, so that a grid can vary it
             base = {part: defaults[part] for part in ("t2t", "soft") if defaults.get(part) is not None} | base
         if name == MULTI and defaults.get("buffer_size", 1) == 1:
             base["buffer_size"] = DEFAULT_SLOTS

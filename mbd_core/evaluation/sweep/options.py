@@ -31,7 +31,7 @@ class TaskOptions:
     """Solved problems for a few-shot recipe, as the task's train split; repeatable."""
     data: Annotated[Texts, Flag(metavar="TASK=PATH", opened_by="job")] = ()
     """Where a task that is not generated lies: a file (JSON lines or list, Parquet, Arrow), a folder of one split, or
-    hub:NAME[:CONFIGURATION[:SPLIT]]. With one task PATH alone; repeatable."""
+    hub:NAME[:CONFIGURATION[:SPLIT]]. With one task, PATH is enough; repeatable."""
 
 
 @configuration(panel=DECODING)
@@ -58,7 +58,7 @@ class SweepOptions(TaskOptions):
     temperature: Annotated[float, Ge(0.0), Flag(metavar="T")] = 0.0
     """Temperature of drawn tokens; 0: greedy."""
     top_p: Annotated[float, Le(1.0), Flag(metavar="P")] = 1.0
-    """Draw among the likeliest tokens, up to this share."""
+    """Draw among the likeliest tokens, up to this sum of their probabilities."""
     mc_num: Annotated[int, Ge(1), Flag(panel=DATA)] = NUM_DRAWS
     """Draws of a log-likelihood, for tasks of lm-evaluation-harness that compare them."""
     limit: Annotated[int | None, Ge(1), Flag(panel=DATA, default="500 generated, all of a file")] = None
@@ -72,6 +72,6 @@ class SweepOptions(TaskOptions):
     form: Annotated[PromptForm, Flag(panel=DATA)] = "plain"
     """How tasks of lm-evaluation-harness are asked: plain text, one turn, or an example a turn."""
     tensor_parallel: Annotated[int, Ge(1), Flag(panel=CLUSTER)] = 1
-    """Ranks that the model is cut among: GPUs of a node, or processes without GPUs."""
+    """Ranks over which the model is sharded: GPUs of a node, or processes without GPUs."""
     endpoints: tuple[Endpoint, ...] = ()
     engine: Annotated[EngineConfig, Flag(name=False)] = EngineConfig()

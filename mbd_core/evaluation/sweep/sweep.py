@@ -1,4 +1,4 @@
-"""A sweep: every model's configurations on every task's problems, its rows, and its settings as a report says them."""
+"""A sweep: every model's configurations on every task's problems, its rows, and its settings in a report."""
 
 import hashlib
 import itertools
@@ -98,7 +98,7 @@ class Sweep:
                     sample += 1
 
     def _draw_fields(self, task: str, problem: str, config: str, draw: int) -> DrawnColumns:
-        """The columns `DRAWN_COLUMNS` of a row. A row's noise depends on the row alone, not on other rows."""
+        """The columns `DRAWN_COLUMNS` of a row. A row's noise depends only on the row, not on other rows."""
         if not self.sampling.draws:
             return {}
         subject = json.dumps([self.seed, task, problem, config, draw])

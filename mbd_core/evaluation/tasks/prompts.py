@@ -99,7 +99,7 @@ def _example(task: Task, place: str, row: Mapping[str, Any]) -> FewShotExample:
 def choose_examples(
     examples: Sequence[FewShotExample], *, count: int, choice: ExampleChoice
 ) -> Iterator[list[FewShotExample]]:
-    """The examples of problem after problem: the first `count`, or `count` that are drawn anew for each.
+    """The examples of each problem in turn: the first `count`, or `count` examples drawn anew for each problem.
 
     The draw is lm-eval's: one generator with the seed 1234, asked once for each problem in the file's order.
     """

@@ -29,8 +29,9 @@ class ShownSample(NamedTuple):
 class RowSummary:
     """Counts of the rows. `num_shown` rows are kept with their samples.
 
-    `fates` counts the fates of each column or field. `roles` and `turns` count the kept rows' messages, and their
-    number in a row. `tokens` counts all samples' tokens with their EOS, `trained` the tokens with a label.
+    `fates` counts the fates of each column or field. `roles` counts the kept rows' messages by role, and `turns` the
+    kept rows by their number of messages. `tokens` counts all samples' tokens with their EOS, `trained` the tokens
+    with a label.
     """
 
     num_shown: int = 0
@@ -76,7 +77,7 @@ class RowSummary:
 
     @property
     def columns_table(self) -> Table:
-        """The fate of each column and field, read ones first."""
+        """The fate of each column and field; columns that were read come first."""
         fates = sorted(self.fates.items(), key=lambda item: (item[0][1].startswith(("left out", "empty")), item[0]))
         rows: list[list[Cell]] = [[name, count, fate] for (name, fate), count in fates]
         seen = {name for name, _ in self.fates}

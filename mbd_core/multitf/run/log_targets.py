@@ -17,7 +17,7 @@ from mbd_core.storage.folder import Folder
 
 TENSORBOARD = "tensorboard"
 PACKAGES = {TENSORBOARD: "mbd-cluster[train]", "wandb": "wandb", "mlflow": "mlflow"}
-"""Each target, which is also the name of its package, and what installs it."""
+"""Each target, which is also the name of its package, and the package to install for it."""
 PROJECT = "mbd-cluster"
 """The project or experiment of logged runs, unless `WANDB_PROJECT` or `MLFLOW_EXPERIMENT_NAME` names another."""
 NO_TARGET = "none"

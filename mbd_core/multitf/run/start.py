@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 class StartingPoint:
     """A recipe that fits its model and its data, with the facts in the files of both.
 
-    recipe  with its base and data as the user named them, by path, name or URL
+    recipe  the recipe, with its base and data as the user named them, by path, name or URL
     config  the model's configuration, with the recipe's block size if the recipe fills masks
     base    the base's folder on this machine; `None` for a model that begins with random weights
     data    the folder of prepared data on this machine, `None` for generated data; `record` is its record
@@ -193,7 +193,7 @@ def check_model(recipe: TrainingRecipe, config: ModelConfig, name: str) -> None:
     if recipe.states.block_warmup and recipe.train.pack is not None:
         raise ValueError(
             f"recipe {recipe.name} has a block_warmup, in which samples change their lengths, and train.pack plans "
-            "with the last ones; leave one of them out"
+            "with their last lengths; leave one of them out"
         )
     if recipe.states.ar_weight:
         _check_causal_stream(recipe, config, name)

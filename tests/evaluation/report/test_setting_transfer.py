@@ -68,7 +68,7 @@ def test_what_does_not_fit_together_is_one_sentence(tmp_path: Path, capsys: pyte
     fewer = sweep(tmp_path / "fewer", {("m", "easy"): REPORTED[("m", "easy")]})
     other = sweep(tmp_path / "other", {s: {0.5: (1.0, 1.0)} for s in TUNED})
     for reported, sentence in (
-        (fewer, "m on hard is on one side alone"),
+        (fewer, "m on hard is on one side only"),
         (other, "the setting chosen on m on easy was not measured on m on easy"),
         (tmp_path / "none", "none has no report.json"),
         (whole, "whole is on both sides"),

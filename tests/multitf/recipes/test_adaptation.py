@@ -224,7 +224,7 @@ def test_states_that_contradict_themselves_are_refused(fields: dict, sentence: s
 def test_a_warmup_of_blocks_is_not_packed() -> None:
     recipe = RECIPES["llada2-wsd"]
     packed = replace(recipe, max_length=64, train=replace(recipe.train, pack=512))
-    with pytest.raises(ValueError, match=r"train\.pack plans with the last ones"):
+    with pytest.raises(ValueError, match=r"train\.pack plans with their last lengths"):
         check_model(packed, FAMILIES["sdar"], "mine")
 
 

@@ -44,7 +44,7 @@ def transfer_table(chosen_on: Sequence[Path], reported_on: Sequence[Path], *, by
         )
     tuning, results = _multi(chosen_on), _multi(reported_on)
     if lone_subjects := sorted(map(str, tuning.keys() ^ results.keys())):
-        raise ValueError(f"{lone_subjects[0]} is on one side alone; sweep the same models and tasks on both")
+        raise ValueError(f"{lone_subjects[0]} is on one side only; sweep the same models and tasks on both")
     choices = {subject: _choice(rows, by) for subject, rows in tuning.items()}
     varied = varied_names([json.loads(setting) for setting in choices.values()])
     return Table(

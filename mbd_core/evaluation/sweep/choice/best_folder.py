@@ -1,4 +1,4 @@
-"""The best swept configuration in a model folder's `generation_config.json`, where engine and endpoint take it from.
+"""The best swept configuration in a model folder's `generation_config.json`, from which engine and endpoint read it.
 
 The file's other fields stay. Its earlier decoding fields lie under `chosen_decoding`, beside a record of the choice.
 So a sweep's methods start from the author's recommendation, before and after a choice. Decoding fields that were
@@ -36,7 +36,7 @@ def check_best_folder(folder: Path) -> None:
 
 
 def author_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
-    """A `generation_config.json` as it was before any choice; as it is, if its decoding was edited since."""
+    """A `generation_config.json` as it was before any choice; if its decoding was edited since, its present fields."""
     choice = generation.get(CHOSEN)
     if choice is None:
         return dict(generation)

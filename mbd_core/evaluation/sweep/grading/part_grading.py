@@ -16,9 +16,9 @@ from mbd_core.evaluation.tasks.kinds.task import Grade, Problem
 def grade_table(table: pa.Table, *, isolated: bool = False) -> pa.Table:
     """The table (`DECODED_COLUMNS`) with grades (`GRADED_COLUMNS`). A row without text is wrong (`undecoded`).
 
-    Several configurations often give the same text for a problem, so each such text is graded once. Where programs
-    were run, the metadata says how this machine contained them (`ISOLATION`). With `isolated` a machine without
-    bubblewrap and Landlock refuses to run any: `ValueError`.
+    Several configurations often give the same text for a problem, so each such text is graded once. If programs were
+    run, the metadata says how this machine contained them (`ISOLATION`). With `isolated`, raises `ValueError` for
+    programs on a machine that has neither bubblewrap nor Landlock.
     """
     rows = table.to_pylist()
     if isolated and any(find_task(task).runs_programs for task in {row["task"] for row in rows}):

@@ -26,7 +26,7 @@ NUM_POINTS = 3  # at which two expressions with variables are compared
 
 
 def judge(gold: str, text: str) -> dict[str, Any]:
-    """The last answer that the text states, and whether it is the gold one."""
+    """The last answer that the text states, and whether it equals the gold answer."""
     answer = stated_answer(text, gold=gold)
     if answer is None:
         return {"answer": None, "correct": False}
@@ -155,7 +155,7 @@ def main() -> None:
     for line in sys.stdin:
         try:
             result = judge(**json.loads(line))
-        except Exception as error:  # sympy raises whatever it likes for texts that are no mathematics
+        except Exception as error:  # sympy raises any exception for texts that are no mathematics
             result = {"answer": None, "correct": False, "error": type(error).__name__}
         print(json.dumps(result), flush=True)
 

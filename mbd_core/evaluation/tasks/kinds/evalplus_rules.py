@@ -127,7 +127,7 @@ class Comparison:
 
 
 def conversion(dataset: Dataset, entry_point: str) -> Literal["", "set", "given"]:
-    """The part of a result that the program's process sends."""
+    """The conversion of a result before the program's process sends it."""
     if dataset == "mbpp" and entry_point in SET_ANSWERS:
         return "set"
     return "given" if dataset == "mbpp" and entry_point in GIVEN_ANSWERS else ""

@@ -54,7 +54,7 @@ class Grade:
 class Programs:
     """How the programs among a benchmark's answers are read.
 
-    extract      the program in a text, by problem and text
+    extract      finds the program in an answer, from the problem and the answer's text
     completes    whether prompts are code, so that a sample may be a completion of one
     kinds        the kinds of a problem by which a report counts its samples
     sample_file  the file of whole programs that the benchmark's own evaluator takes
@@ -70,11 +70,11 @@ class Programs:
 class Grader:
     """How the answers of a task are graded.
 
-    rule        its name in records and reports
-    judge       the grade of an answer: of a text, or of the program in it if `programs` says how that is read
+    rule        the grader's name in records and reports
+    judge       grades an answer: a text, or with `programs` the program in the text
     programs    for tasks whose answers are programs
     judgements  the fields of a grade beside `correct`
-    vote        the answer that votes where a problem has several drawn ones; programs do not vote
+    vote        the answer that votes if a problem has several drawn answers; programs do not vote
     mark        the text before the answer of a worked solution; a few-shot example must have it
     """
 
@@ -96,7 +96,7 @@ class Task:
     asks_calls  whether a problem's prompt is a chat with functions (`ToolChat`); answers are then in the form that the
                 chat writes
     max_tokens  tokens of an answer to a generated problem, at most; for a file's problems the recipe has the limit
-    is_asked    whether a row is one of the task's problems; the others are passed over
+    is_asked    whether a row is one of the task's problems; other rows are skipped
     other_form  advice for rows that lack a column because they have another form of the benchmark
     """
 
