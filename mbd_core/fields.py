@@ -54,16 +54,16 @@ Texts = Annotated[tuple[str, ...], Strict(False)]
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """In a field's annotation: how a command line shows it, where name, type and docstring do not say so.
+    """In a field's annotation: how a command line shows the field, beyond its name, type and docstring.
 
     help        the help of a parameter, which has no docstring, or a help with parts that are computed
     panel       the panel of --help (default: the dataclass's)
-    name        the name on a command line (default: the field's); `False`: files alone have it
+    name        the name on a command line (default: the field's); `False`: only files have the field
     positional  an argument of a command line instead of an option
     metavar     the word for the value in --help
     default     the words for the default in --help
     commas      a list is one text with commas (default: the option is repeated for each item)
-    opened_by   of a path, a URL or a model
+    opened_by   who opens the path, URL or model that the value names
     """
 
     help: str = field(default="", kw_only=False)
@@ -78,7 +78,7 @@ class Flag:
 
 @typing.dataclass_transform(frozen_default=True, kw_only_default=True)
 def configuration(*, panel: str | None = None) -> Callable[[type[T]], type[T]]:
-    """A class as a configuration: a strict, frozen dataclass with keywords alone. `panel` is its fields' panel."""
+    """A class as a configuration: a strict, frozen, keyword-only dataclass. `panel` is the panel of its fields."""
 
     def decorated(cls: type[T]) -> type[T]:
         if not CHECKED:
@@ -104,7 +104,7 @@ def configuration(*, panel: str | None = None) -> Callable[[type[T]], type[T]]:
 class Field:
     """A field of a configuration, or a parameter of a command.
 
-    path     its name, behind the names of the fields that hold its configuration (`train.lr`)
+    path     its name, after the names of the fields that hold its configuration (`train.lr`)
     hint     its type with its bounds
     default  `MISSING` if the field is required
     """
@@ -265,7 +265,7 @@ def refusal(error: "ValidationError", kind: Any, values: Any, *, noun: str = "op
     forms: list[Any] = [each for each in members(hint) if is_dataclass(each)]
     if forms and isinstance(value, Mapping) and value is not values:
         form = next((each for each in forms if value.keys() <= _hints(each).keys()), forms[0])
-        try:  # the form's own refusal; the others' errors say nothing
+        try:  # the form's own refusal; errors of other forms do not help
             load(form, value, noun=noun, path=path)
         except ValueError as inner:
             return inner

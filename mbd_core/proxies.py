@@ -1,4 +1,4 @@
-"""Proxies of the environment: never before our own addresses, and named where a request to another machine fails.
+"""Proxies of the environment. Our own addresses are asked directly, and a failed request to others names its proxy.
 
 `http_proxy`, `https_proxy` and `all_proxy`, in small letters or capitals, send requests to a proxy. `no_proxy` lists
 the hosts that are asked directly; if it lacks loopback, most libraries ask the proxy for loopback too.
@@ -19,7 +19,7 @@ DIRECT = ("no_proxy", "NO_PROXY")
 def keep_direct(hosts: Iterable[str] = ()) -> None:
     """Let this process and its children ask `hosts`, loopback and this machine without a proxy, whatever library asks.
 
-    They are added to `no_proxy`. Without a proxy in the environment nothing changes.
+    These are added to `no_proxy`. Without a proxy in the environment nothing changes.
     """
     listed = [host.strip() for name in DIRECT for host in os.environ.get(name, "").split(",")]
     if not getproxies_environment().keys() - {"no"} or "*" in listed:
@@ -70,7 +70,7 @@ def proxy_note(url: str, *, takes_all: bool = True) -> str:
 
 
 def connection_note(error: BaseException, url: str) -> str:
-    """`proxy_note` for a library's error, if it came of a connection."""
+    """`proxy_note` for a library's error, if a connection failed; empty otherwise."""
     is_connection = any(
         isinstance(cause, ConnectionError | TimeoutError)
         or "Connect" in type(cause).__name__

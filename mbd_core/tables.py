@@ -18,7 +18,7 @@ class Table:
     title    the heading, of level 2 or 3 (1: the document's own heading); "" for none
     lead     texts above the table
     see      the title of a table with more on the subject; a link leads there
-    columns  the heads; none where there are texts alone
+    columns  the heads of the columns; empty if there are only texts
     numeric  the columns, by number, that are aligned right
     rows     a row of one cell is a heading of the rows below it
     notes    texts below the table
@@ -103,7 +103,7 @@ def anchor(title: str) -> str:
 
 
 def script_json(value: Any) -> str:
-    """The value as JSON that can neither end a script element nor begin a comment in it: only `<` can."""
+    """The value as JSON that can neither end a script element nor begin a comment in it, which only `<` could do."""
     return json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 

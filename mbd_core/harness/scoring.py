@@ -28,7 +28,7 @@ class CountedText(str):
     def measures(self) -> dict[str, float]:
         """NFE, tokens, TPF, TPS and `cut` (1: the length limit ended it); empty for a request that was not decoded.
 
-        TPS divides by the seconds of the steps that decoded the request, together with others of its batch.
+        TPS divides by the seconds of the steps that decoded the request. These also decoded the rest of its batch.
         """
         if self.counts is None:
             return {}

@@ -83,7 +83,7 @@ class FusedDecoder:
     def _by_kernels(
         self, x_TD: Tensor, positions_T: Tensor, attend: Attend, adapters: TokenAdapters | None, live: Tensor | None
     ) -> Tensor:
-        """The layers and the last norm. A layer's last sum is added by the norm that follows it."""
+        """The layers and the last norm, by kernels. A norm's kernel also adds the last sum of the layer before."""
         stream = Stream(x_TD)
         for index, layer in enumerate(self._layers):
             if isinstance(layer, KernelLayer):

@@ -1,9 +1,9 @@
 """DiffusionGemma's layers: norms around each part, a dense MLP beside experts, two kinds of heads, self-conditioning.
 
-One set of weights computes two kinds of tokens. Known tokens, of the prompt and of finished text, are embedded alone,
-and `context_scalar` scales the stream after each layer. Denoised tokens (`Denoising`) are embedded together with the
-last forward's expectation at their places, and `layer_scalar` scales them. Modules have the release's names;
-`checkpoint.families` has the three names that differ.
+One set of weights computes two kinds of tokens. Known tokens, of the prompt and of finished text, have plain
+embeddings, and `context_scalar` scales their stream after each layer. The embeddings of denoised tokens (`Denoising`)
+are combined with the last forward's expectation at their places, and `layer_scalar` scales their stream. Modules have
+the release's names; `checkpoint.families` has the three names that differ.
 
 Shape legend: ... any leading shape, D hidden, H query heads, K key/value heads, C head channels, T tokens, E experts.
 """
@@ -28,14 +28,14 @@ class Denoising:
     """The tokens (...) of a forward that are denoised, bool, and their expected embeddings (..., D).
 
     `Decoder.expected_embedding` makes `expected` from the last forward's logits at the same places. It is zero where
-    there was no such forward, and is read at denoised tokens alone.
+    there was no such forward, and is read only at denoised tokens.
     """
 
     at: Tensor
     expected: Tensor
 
     def pieces(self, split: Sequence[int] | None) -> "list[Denoising]":
-        """One `Denoising` for each row of these lengths, copied as the rows are; `None`: all tokens are one row."""
+        """One `Denoising` for each row of the lengths `split`; `None`: all tokens are one row."""
         return [Denoising(*row) for row in zip(pieces(self.at, split), pieces(self.expected, split), strict=True)]
 
 
@@ -73,7 +73,7 @@ class GemmaAttention(nn.Module):
     def project(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (..., H, C), keys and values (..., K, C) of `x` (..., D).
 
-        This model does not scale scores. `Attend` divides by C^1/2, so queries are multiplied by it here.
+        This model does not scale scores. `Attend` divides scores by C^1/2, so queries are multiplied by C^1/2 here.
         """
         q, k = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj))
         v = k if self.v_proj is None else self.v_proj(x).unflatten(-1, (-1, self.head_dim))

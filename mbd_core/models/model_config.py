@@ -20,13 +20,12 @@ class MoEConfig:
     width.
 
     Routing: the function `score` gives the scores. With `num_groups` > 1 only experts of the best `topk_groups` groups
-    can be chosen; a group's score is the sum of its best two. Weights are normalised if `norm_topk_prob` and scaled by
+    can be chosen; a group's score sums its two best scores. Weights are normalised if `norm_topk_prob` and scaled by
     `routed_scaling`. `expert_bias` adds a learned float32 offset to the choice, never to the weights. With an
     `expert_capacity` there are no groups: the tokens of a block choose among the block's `expert_capacity` best
     experts, and an expert's rank is its best value in the block.
 
-    A layer is dense if it is one of the first `first_dense_layers`, or in `dense_layers`, or not every
-    `sparse_step`-th.
+    Every `sparse_step`-th layer has experts, except the first `first_dense_layers` layers and those in `dense_layers`.
     """
 
     num_experts: int
@@ -78,8 +77,8 @@ class GemmaLayers:
     """Gemma's layers: dense MLP and experts side by side, norms before and after each part (`models/gemma.py`).
 
     A layer attends in a sliding window: a token sees the last `window` of the keys up to its own. Layers in
-    `global_layers` see all keys. Their heads have another size, the share `global_rotated` of a head's channels
-    rotates, and values are the keys before norm and rotation. Logits l become `softcap * tanh(l / softcap)`.
+    `global_layers` see all keys. In these layers heads have another size, the share `global_rotated` of a head's
+    channels rotates, and values are the keys before norm and rotation. Logits l become `softcap * tanh(l / softcap)`.
     """
 
     window: int
@@ -118,14 +117,14 @@ class ModelConfig:
     block_size       the diffusion block of training, or the canvas; only a default for decoding if attention is "full"
     mask_token_id    -1 for a model that has no mask
     rotary_dim       the number of a head's leading channels that rotate (None: all)
-    rope_scaling     the change of their frequencies
-    attention        where keys are stored, blocks see themselves and earlier blocks ("block_causal"), all positions
-                     see each other ("full"), or each token sees the tokens before it ("causal")
+    rope_scaling     the scaling of the rotary frequencies
+    attention        what a token sees when its keys are stored: its own and earlier blocks ("block_causal"), all
+                     positions ("full"), or itself and earlier tokens ("causal")
     shift_logits     the logits at a position predict the next position's token
     delete_token_id, split_token_id
                      the tokens by which a model edits (`Levenshtein`), both or neither
-    ar_mode          a model that attends in blocks also predicts the next token behind causal rows
-    gemma            heads and rotation above are then those of the layers with a window (`of_layer`)
+    ar_mode          whether a block-causal model can also decode token by token, with causal attention
+    gemma            Gemma's layers; heads and rotation above are then those of the layers with a window (`of_layer`)
 
     Raises ValueError if sizes contradict each other.
     """
@@ -219,7 +218,7 @@ class ModelConfig:
 
     @property
     def ar_methods(self) -> tuple[str, ...]:
-        """`prefix_methods`, or those of the autoregressive mode of a model that attends in blocks."""
+        """`prefix_methods`, or the methods of the autoregressive mode of a block-causal model."""
         if not self.ar_mode:
             return self.prefix_methods
         return ("ar",) if self.shift_logits else ("ar", "linear-spec")

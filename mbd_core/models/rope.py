@@ -32,7 +32,8 @@ class Rope(NamedTuple):
 def rotary(positions: Tensor, config: ModelConfig) -> Rope:
     """The rotation at `positions` (...).
 
-    With `llama_4_scaling_beta` b, queries grow behind the N positions of training: by 1 + b ln(1 + floor(p / N)).
+    With `llama_4_scaling_beta` b, the query at position p is multiplied by 1 + b ln(1 + floor(p / N)), where N is the
+    number of positions in training.
     """
     frequencies, attention_factor = rope_frequencies(config, device=positions.device)
     angles = positions[..., None].float() * frequencies
@@ -102,7 +103,8 @@ def _yarn(periods: Tensor, scaling: YarnScaling, config: ModelConfig) -> Tensor:
 
 
 def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
-    """Llama 3.1's: short waves keep their frequency, long waves are divided by the factor."""
+    """Llama 3.1's scaling: short waves keep their frequency, the frequency of long waves is divided by the factor, and
+    waves between are mixed."""
     length, low, high = (
         scaling.original_max_position_embeddings,
         scaling.low_freq_factor,

@@ -230,7 +230,7 @@ QWEN3_30B_A3B = replace(
     moe=MoEConfig(num_experts=128, experts_per_token=8, intermediate_size=768, score="softmax", norm_topk_prob=True),
 )
 
-# dllm's adaptation of them. The mask is an id of their tokenizers.
+# dllm's adaptation of autoregressive models. The mask is an id of their tokenizers.
 A2D: dict[str, Any] = {"mask_token_id": 16, "block_size": 32, "attention": "block_causal"}
 
 DIFFUSION_GEMMA = ModelConfig(

@@ -1,4 +1,5 @@
-"""Where a run computes: engines that make rollouts, processes that score them, and a learner; here in this process."""
+"""Where a run computes: engines that make rollouts, processes that score them, and a learner. Without Ray all of them
+but the users' reward functions are in this process."""
 
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,7 +36,7 @@ class RLExecutor(Protocol):
 
     def rollouts(self, parts: Sequence[NumberedTable]) -> Iterator[NumberedTable]:
         """Parts of `ASKED_COLUMNS`, decoded with the weights of the last `swap` (`ROLLOUT_COLUMNS`), in any order.
-        Engines beside this process begin at once."""
+        Engines in other processes begin at once."""
 
     def scores(self, tables: Iterable[NumberedTable]) -> Iterator[NumberedTable]:
         """`SCORES` of parts, as they come."""
@@ -50,7 +51,7 @@ class RLExecutor(Protocol):
         """Let the engines decode with the learner's weights from now on, as number `version`."""
 
     def save(self, folder: Folder, name: str) -> None:
-        """Write the learner's state to a file of the run's folder, durably, whole or not at all."""
+        """Write the learner's state to a file of the run's folder, durably and atomically."""
 
     def load(self, folder: Folder, name: str | None) -> None:
         """Lets the learner, or a new learner if it was lost, continue from the state in a file; `None`: from the
@@ -70,7 +71,7 @@ class LearnerLost(RuntimeError):
 class LearnerState:
     """A run's learner, which the first `load` makes, and its state in files. Every worker makes the same calls.
 
-    `fetch` is as `fetch_model`.
+    `fetch` is `fetch_model`, or takes its place.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class LearnerState:
 
     @property
     def learner(self) -> Learner | Distiller:
-        assert self._learner is not None, "it is loaded"
+        assert self._learner is not None, "load() comes first"
         return self._learner
 
     def _fresh(self) -> Learner | Distiller:

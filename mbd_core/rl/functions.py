@@ -22,9 +22,9 @@ from mbd_core.rl.parts import Failure, RewardFailed, RewardOutcome, failed, firs
 from mbd_core.rl.rows import JudgedRow
 
 START_SECONDS = 120.0  # for a function's process to import its libraries
-GRACE = 5.0  # seconds for an `async def` function's process to say that an answer's time is over
-SLOW = 0.1  # from this many seconds an answer, more processes pay
-WAITING_SHARE = 0.5  # a function waits if more than this fraction of an answer's time is no computing
+GRACE = 5.0  # seconds for an `async def` function's process to report that an answer's time is over
+SLOW = 0.1  # seconds of an answer from which more processes are worth their start
+WAITING_SHARE = 0.5  # a function waits if it spends more than this fraction of an answer's time without computing
 MEMORY_SHARE = 0.5  # the fraction of free memory for a function's processes
 
 
@@ -103,7 +103,7 @@ class FunctionProcess:
         self._process.kill()
         self._process.wait()
         if self._writer is not None:
-            self._writer.close()  # its own children may hold the other end open
+            self._writer.close()  # children of the process may hold the other end open
         else:
             self._socket.close()
         if self._listening is not None and self._listening is not asyncio.current_task():
@@ -156,7 +156,7 @@ class FunctionReward:
             async with asyncio.TaskGroup() as lanes:
                 open_lanes(self._concurrency if first.is_async else max(1, len(self._idle)))
         except BaseExceptionGroup as group:
-            await self.close()  # some of its processes are amid an answer
+            await self.close()  # some processes are in the middle of an answer
             raise first_error(group) from None
         return outcomes
 
@@ -184,16 +184,17 @@ class FunctionReward:
         return [outcome_of(value) for value in reply["rewards"]], most
 
     def _most_processes(self, reply: FunctionReply, seconds: float) -> int:
-        """How many processes pay, after a plain function's reply: one, unless it waits and there is memory."""
+        """How many processes are worth their start, by a plain function's reply: one, unless the function waits and
+        there is memory."""
         is_waiting = seconds - reply["computing_seconds"] > WAITING_SHARE * seconds
         if seconds < SLOW or not is_waiting or reply["is_on_gpu"]:
             return 1
-        from mbd_core.ops.machine import free_host_memory  # its torch takes a second to import
+        from mbd_core.ops.machine import free_host_memory  # this imports torch, which takes a second
 
         return min(self._concurrency, 1 + int(MEMORY_SHARE * free_host_memory() / reply["bytes"]))
 
     async def _take(self) -> FunctionProcess:
-        """An idle process of a plain function, the shared one of an `async def` function, or a new one."""
+        """An idle process of a plain function, the shared process of an `async def` function, or a new process."""
         while self._idle:
             if not (idle := self._idle.pop()).is_lost:
                 return idle

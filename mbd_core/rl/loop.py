@@ -58,7 +58,7 @@ from mbd_core.storage.folder import Folder
 
 
 class RLRun:
-    """A run in its folder, on an executor. `log_targets` are as a training's."""
+    """A run in its folder, on an executor. `log_targets` are the targets of `--log-to`."""
 
     def __init__(
         self, plan: RolloutPlan, folder: RunFolder, executor: RLExecutor, *, log_targets: Sequence[str] = ()
@@ -181,7 +181,7 @@ class RLRun:
         seconds["update"] = time.perf_counter() - began_update
         if recipe.lag and not is_last:
             began_rollouts = time.perf_counter()
-            deque(waiting, maxlen=0)  # before the weights change; they lie in the folder then
+            deque(waiting, maxlen=0)  # all rollouts must be in the folder before the weights change
             waiting = iter(())
             seconds["rollouts"] += time.perf_counter() - began_rollouts
         began_swap = time.perf_counter()
@@ -238,13 +238,13 @@ class RLRun:
     # Rollouts and their scores
 
     def _begin(self, iteration: int) -> Iterator[NumberedTable]:
-        """The rollouts that an iteration lacks, as they come; each is written first."""
+        """The rollouts that an iteration lacks, as they come. Each is written to the folder before it is yielded."""
         missing = [
             (number, table)
             for number, table in self.plan.parts(iteration)
             if not self.folder.has(iteration, "part", number)
         ]
-        decoded = self.executor.rollouts(missing)  # it begins now
+        decoded = self.executor.rollouts(missing)  # the engines begin now
 
         def written() -> Iterator[NumberedTable]:
             for number, table in decoded:
@@ -304,7 +304,7 @@ class RLRun:
             fronts.append(front_line(version, threshold, summary))
             values |= {f"sweep_{name}_{threshold:g}": fronts[-1][name] for name in ("accuracy", "tpf")}
         if version and self.recipe.held_out.keep_best and not sweeps_since_best(fronts):
-            best = self._write_model(BEST)  # before its lines, from which a resumed run knows that it is written
+            best = self._write_model(BEST)  # before the lines, which tell a resumed run that it is written
             say(f"the best front until now: its model is {best}")
         self.folder.write_lines(HELD_OUT, fronts)
         points = "  ".join(
@@ -315,7 +315,7 @@ class RLRun:
         return values
 
     def _sweeps(self, version: int) -> bool:
-        """Whether held-out problems are swept after this number of iterations, even if they are not the last."""
+        """Whether held-out problems are swept after this number of iterations, even if more iterations follow."""
         every = self.recipe.held_out.evaluate_every
         return bool(every) and version % every == 0
 
@@ -390,6 +390,6 @@ def rewarded_answer(row: ScoredRow) -> RewardedAnswer:
 
 
 def total_reward(row: ScoredRow, weights: Mapping[str, float]) -> float | None:
-    """The weighted sum of the parts of a row's reward, `None` where it has none."""
+    """The weighted sum of the parts of a row's reward; `None` if the row has no reward."""
     answer = rewarded_answer(row)
     return weighted_sum(answer.rewards, weights) if answer.is_rewarded else None

@@ -1,8 +1,8 @@
 """Rollouts: which answers an iteration asks for, the engine that makes them, and the answers that a learner replays.
 
-The requests of an iteration follow from the recipe and the number of the iteration alone. An engine decodes a part of
-it from an empty state, with the weights of one version. So a part has the same answers whenever and wherever it is
-made.
+The requests of an iteration depend only on the recipe and the iteration's number. An engine decodes a part of them
+from an empty state, with the weights of one version. So a part has the same answers whenever and wherever it is
+decoded.
 """
 
 import hashlib
@@ -68,7 +68,7 @@ class RolloutPlan:
         """Loads and checks all inputs of a run; raises `ValueError`, one sentence, for an input it cannot honour."""
         check_judges(recipe.rewards)
         if engine.dtype == "auto" and recipe.train.precision == "bfloat16":
-            engine = replace(engine, dtype="bfloat16")  # as the learner is asked to compute
+            engine = replace(engine, dtype="bfloat16")  # the learner's precision
         place = fetch_model(recipe.model)
         start = model_folder(place)
         contents = read_folder(start)
@@ -222,7 +222,7 @@ class RolloutEngine:
 
     @property
     def version(self) -> int:
-        """The number of its weights: updates since the start."""
+        """The version of the engine's weights: the number of iterations since the start."""
         return self._model.engine.weights_version
 
     def take(self, weights: Mapping[str, Tensor], version: int) -> None:
@@ -258,7 +258,7 @@ class RolloutEngine:
         return pa.Table.from_pylist(decoded_rows, schema=ROLLOUT_COLUMNS)
 
     def sweep(self, table: pa.Table) -> pa.Table:
-        """A part of a sweep, decoded with the weights of the moment (`DECODED_COLUMNS`)."""
+        """A part of a sweep, decoded with the current weights (`DECODED_COLUMNS`)."""
         self.wake_up()
         if self._sweeps is None:
             models = iter([self._model])

@@ -28,7 +28,7 @@ NoteBad = Callable[[str, str], None]
 
 @dataclass(frozen=True)
 class FileRow:
-    """A row of a file: a line, counted from 1 with the blank ones, or a row of a list or a table."""
+    """A row of a file: a line, or a row of a list or a table. `number` counts from 1; blank lines count too."""
 
     path: str
     unit: Literal["line", "row"]
@@ -78,7 +78,7 @@ def read_file(path: str, *, unique: bool = False, bad: NoteBad | None = None) ->
 
 
 def _known_other_format(head: bytes, text: bytes) -> str | None:
-    """The kind of a file without rows, and the remedy; `None` if the file may hold rows."""
+    """What a file without rows is, and the remedy; `None` if the file may hold rows."""
     if head.startswith(UTF_16):
         return "is text in UTF-16, and UTF-8 is read; convert it with: iconv -f UTF-16 -t UTF-8 FILE > rows.jsonl"
     if text.startswith(b"version https://git-lfs"):

@@ -78,9 +78,9 @@ class Copy:
         return cls(path.name, digest.hexdigest()[:16], tuple(files))
 
     def unpacked(self, cache: Path, get: Callable[[Any], bytes]) -> Path:
-        """The file or folder of these contents in a cache, where it is made once, whole or not at all.
+        """The file or folder of these contents in a cache, where it is made once, atomically.
 
-        Raises `OSError`, one sentence, if it does not fit, and `ValueError` if the cache cannot be written.
+        Raises `OSError`, one sentence, if the copy does not fit, and `ValueError` if the cache cannot be written.
         """
 
         folders = FolderCache(cache)

@@ -67,7 +67,7 @@ def probe_folder(system: Any, location: str, path: str) -> None:
 def list_files(system: Any, path: str) -> dict[str, Mapping[str, Any]]:
     """Every file below the path, by its name relative to it; the empty name if the path itself is a file.
 
-    The list of an HTTP server has names alone, so each file is asked for its size and version.
+    The list of an HTTP server has only names, so size and version of each file are requested.
     """
     try:
         paths = system.find(path, detail=True)

@@ -15,7 +15,7 @@ def frame_side(
 
     prompt      the request's prompt; its end stands in the first block
     num_tokens  useful tokens of the answer
-    ended       whether an EOS or a stop string ended the answer, so that tokens behind it do not count
+    ended       whether an EOS or a stop string ended the answer, so that later tokens do not count
     """
     start = frames[0].position
     num_prompt = max(0, -start)

@@ -42,13 +42,13 @@ class SizeDistance:
 class Distances:
     """A schedule's states against a model's.
 
-    delta_r      total variation of the running-set sizes: a lower bound of Eq. A.5's, which compares the sets
+    delta_r      total variation of the running-set sizes: a lower bound of Eq. A.5's term, which compares the sets
                  themselves
     slots_tv     total variation of each slot's mask ratios in `NUM_BINS` bins, over all sizes; rare slots are left out
     slots_w1     Wasserstein-1 of each slot's mask ratios, over all sizes
     by_size      Wasserstein-1 of the vectors of mask ratios, for every size that both sides have often enough
     mean_w1      mean of the lower bounds in `by_size`, weighted by inference's frequency of each size
-    delta_t      the largest lower and upper bound in `by_size`; Eq. A.5's also covers the sizes left out here
+    delta_t      the largest lower and upper bound in `by_size`; Eq. A.5's term also covers the sizes left out here
     left_out     share of the inference states whose size has no distance
     """
 
@@ -113,8 +113,8 @@ def compare(inference: States, training: States, *, num_bootstrap: int, seed: in
 def bootstrap_weights(states: States, *, num_bootstrap: int, seed: int) -> np.ndarray:
     """The weight of each state (1 + `num_bootstrap`, S): 1 first, then the number of times its problem was drawn.
 
-    The counts of a draw are drawn at once, and the published distances depend on this. `statistics.bootstrap` draws
-    them one by one.
+    All counts of a bootstrap sample come from one draw, and the published distances depend on this.
+    `statistics.bootstrap` draws the problems one by one.
     """
     share = np.full(states.num_problems, 1.0 / states.num_problems)
     counts = np.random.default_rng(seed).multinomial(states.num_problems, share, size=num_bootstrap)
@@ -132,7 +132,7 @@ def wasserstein(inference_S: np.ndarray, weights_WS: np.ndarray, training: np.nd
 def coupling_cost(inference_SN: np.ndarray, training_SN: np.ndarray) -> float:
     """An upper bound of Wasserstein-1 under the l1 metric: the least mean cost of pairing both sides in one order.
 
-    The orders are by the sum of the ratios, and by each slot with the others after it.
+    The orders are by the sum of the ratios, and by each slot, with ties broken by the other slots.
     """
     size = inference_SN.shape[1]
     grid = np.union1d(

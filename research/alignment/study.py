@@ -1,4 +1,4 @@
-"""Does training meet inference: the options; traces are recorded, or read from an earlier run."""
+"""The options of the study of whether training states match inference. Traces are recorded, or read again."""
 
 from pathlib import Path
 from typing import Annotated, Any

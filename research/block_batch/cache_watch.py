@@ -33,7 +33,7 @@ CHUNK = 8192
 
 
 class Sketch:
-    """A random projection of a whole cache to C numbers that preserves squared distances in the mean.
+    """A random projection of a whole cache to C numbers that preserves squared distances on average.
 
     The sketch is the sum over the positions p of s_p * (x_p G) / sqrt(C): x_p are the position's D numbers, G (D, C)
     is one Gaussian matrix for all positions, s_p are C random signs of the position. After a forward only the
@@ -78,7 +78,7 @@ class SingleWatch:
 
     After every forward it runs a full forward on the same tokens. After forwards 1, 4, 16, ... it copies the cache;
     once the next forward gives the tokens of the next step, it updates the copy by each block of the response in turn.
-    Prop. 1's sums run over the response's whole blocks, because a decoder updates no other blocks.
+    Prop. 1's sums run over the response's complete blocks only.
     """
 
     def __init__(

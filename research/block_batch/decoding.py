@@ -175,7 +175,7 @@ class StudyDecoder:
     """A model and the settings of its decoding.
 
     vocab_limit  the tokenizer's size; larger ids are never predicted
-    sketch_size  the numbers of a sketch, which `seed` determines
+    sketch_size  length of a sketch; `seed` seeds the sketches' random projection
     """
 
     model: Decoder

@@ -1,5 +1,5 @@
-"""Whether a model leaves room on ledger-mini: its accuracy, the depth of its blocks, the share of answers at the
-floor.
+"""Whether a model leaves room on ledger-mini: its accuracy, its forwards a block, and the share of answers that need
+only one forward a block, the floor.
 
 A base that solves everything, or fills a block in a forward or two, cannot show a loss or a gain. The gate is measured
 on the valid split, before a study spends anything on the model.
@@ -77,7 +77,7 @@ class GateNumbers:
 
     @property
     def cells(self) -> Sequence[object]:
-        """Its row of the table."""
+        """The cells of a row in the table."""
         at_floor = f"{100 * self.at_floor:.1f} %"
         return self.buffer_size, self.n, self.accuracy.text(".1f"), f"{self.depth:.2f}", at_floor, f"{self.tpf:.2f}"
 

@@ -1,4 +1,4 @@
-"""The study on ledger-mini: a grid of training runs and sweeps on Ray, and a report from their rows alone."""
+"""The study on ledger-mini: a grid of training runs and sweeps on Ray, and a report made only from their rows."""
 
 from __future__ import annotations
 
@@ -199,9 +199,9 @@ class Study:
 def train_all(runs: list[TrainingRun], *, at_once: int) -> None:
     """Trains runs of one size on the connected cluster, at most `at_once` at a time.
 
-    A task on this node drives each run, as a job of its own would. Raises `ValueError` if `at_once` runs find no room
-    beside each other. After a failure no run is begun. When the begun runs have ended, it raises a `RuntimeError` that
-    names all failures. A lost task is a failure too; the same command resumes its run.
+    A task on this node drives each run, as a separate job would. Raises `ValueError` if `at_once` runs find no room
+    beside each other. After a failure no run is begun, and when the begun runs have ended, a `RuntimeError` that names
+    all failures is raised. A lost task is a failure too; the same command resumes its run.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

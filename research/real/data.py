@@ -3,8 +3,8 @@
 `python -m research real --out out/real/data` writes `train.jsonl` (conversations of all tasks, shuffled) and a
 file of unseen problems for each task. A hash of a problem's key decides its split (`mbd_core/tasks/split.py`), so no
 test problem is trained. The packages come from the machine's package lists, the docstrings from its Python: the values
-are real, and differ a little from machine to machine. Digests order the questions, so a package that another machine
-lacks moves no other question.
+are real, and differ a little from machine to machine. Digests order the questions, so the other questions keep their
+order if a machine lacks a package.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ _IMPERATIVE = r"[A-Z][a-z]+ (a|an|the|all|any|this|each|and|one|whether|if|from)
 
 
 def _imperatives() -> Iterable[str]:
-    """Distinct first sentences that begin with a verb. A word counts as a verb if at least three of them begin with
+    """Distinct first sentences that begin with a verb. A word counts as a verb if at least three sentences begin with
     it."""
     found: set[str] = set()
     for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
@@ -159,7 +159,7 @@ def gsm8k(folder: Path, split: Split) -> Iterator[Row]:
 COUNTS = {"gsm-mini": 6_000, "package-fields": 6_000, "third-person": 1_600, "gsm8k": 2_400}
 """Training samples of each task."""
 HELD_OUT = 500
-"""Unseen problems of a task and a split, at most."""
+"""The largest number of unseen problems of a task in a split."""
 SEED = 7
 
 

@@ -1,4 +1,4 @@
-"""The report of the study of reinforcement learning, from its rows alone: claims with verdicts, cells, the front."""
+"""The report of the study of reinforcement learning, made only from its rows: claims with verdicts, cells, plot."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -57,8 +57,8 @@ where a point crosses that line."""
 class ArmClaim:
     """`first`, at its threshold `first_tau`, is above `second` at `CLAIM_TAU` in each of `measures`.
 
-    Each measure has the bound of the difference; without a bound the difference's interval must hold 0. An AUP is over
-    all thresholds.
+    Each measure has a bound of the difference; without a bound the difference's interval must contain 0. An AUP is
+    over all thresholds.
     """
 
     text: str
@@ -166,8 +166,8 @@ def seeds_of(table: pa.Table, recipe: str) -> set[int]:
 
 
 def gathered(out: Path) -> pa.Table:
-    """The rows of a study's finished pieces; they are also written as one file, beside the numbers of the training.
-    Without pieces, the rows of that file."""
+    """The rows of a study's finished pieces, which are also written as one file, beside the numbers of the training.
+    If there are no pieces, the rows of that file."""
     pieces = sorted((out / "rows").glob("*.parquet"))
     if pieces:
         write_rows(out / ROWS, [read_table(piece) for piece in pieces])

@@ -26,8 +26,8 @@ LONGEST_ANSWER = 4096  # MBD-LMs, Table 4: "Max New" of every row
 class TaskPrompt:
     """How a recipe asks one task.
 
-    num_examples   solved problems before the question; `choice` says which of the user's file
-    max_tokens     an answer's tokens, at most
+    num_examples   number of solved problems before the question; `choice` says which problems of the user's file
+    max_tokens     most tokens of an answer
     stop           strings that end an answer; they are cut off
     text_by        whose words the prompt has
     source         where the numbers and the style come from

@@ -70,7 +70,7 @@ def choose_recipe(
     named_base: Callable[[str], str],
     named_data: Callable[[str], PreparedData],
 ) -> ChosenRecipe:
-    """The recipe of a command's options; `default` is the recipe where none is named.
+    """The recipe of a command's options; `default` is the recipe if none is named.
 
     `named_base` finds a base or a teacher, `named_data` prepared data. Raises `ValueError`, one sentence, for a
     missing recipe, file or field, or a value that its field refuses.
@@ -108,7 +108,7 @@ def choose_recipe(
 def _recipe_and_changes(
     choice: RecipeChoice, values: Values, default: str | None
 ) -> tuple[TrainingRecipe, dict[str, Any]]:
-    """The recipe that command line or file names, else the file as a whole recipe; and the file's changes."""
+    """The recipe that the command line or the file names, with the file's changes; or the file as a whole recipe."""
     values = dict(values)
     name = values.pop("recipe", None) if choice.recipe is None else choice.recipe
     if name is None and {"name", "states", "train"} <= values.keys():
@@ -119,7 +119,7 @@ def _recipe_and_changes(
 
 
 def recipe_changes(named_recipe: TrainingRecipe, recipe: TrainingRecipe) -> list[str]:
-    """The differences of a recipe from another one."""
+    """The differences of a recipe from the named recipe."""
     pairs = differences(as_recorded(named_recipe), as_recorded(recipe))
     return [f"{name}: {new_value}, not {old_value}" for name, old_value, new_value in pairs]
 
@@ -132,10 +132,10 @@ def with_changes(recipe: TrainingRecipe, values: Values) -> TrainingRecipe:
     """
     train = values.get("train")
     if isinstance(train, Mapping):
-        if "batch_size" in train:  # samples that a shortened run consumes
+        if "batch_size" in train:  # first: `shortened` counts the samples of a run
             recipe = changed(recipe, {"train": {"batch_size": train["batch_size"]}}, noun=FIELD)
         if "steps" in train:
-            changed(recipe, {"train": {"steps": train["steps"]}}, noun=FIELD)  # refused by its name
+            changed(recipe, {"train": {"steps": train["steps"]}}, noun=FIELD)  # raises for a bad value
             recipe = shortened(recipe, train["steps"])
         lora = train.get("lora")
         if isinstance(lora, Mapping) and "rank" in lora:

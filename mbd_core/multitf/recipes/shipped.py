@@ -1,7 +1,7 @@
-"""The recipes of the shipped models: the tiny ones, and the study's on ledger-mini (`research/ledger`).
+"""The recipes of the shipped models: the tiny models, and the models of the study on ledger-mini (`research/ledger`).
 
-All but the base go on from the base, with the same data, updates and number of noisy streams, so they differ in their
-training states alone.
+In the study, all recipes but the bases go on from one base, with the same data, updates and number of noisy streams.
+So they differ only in their training states.
 """
 
 from dataclasses import replace
@@ -130,7 +130,7 @@ LEDGER_MBD = replace(
     train=TrainConfig(steps=300, batch_size=8, lr=1.5e-3, warmup=30),
     generation={"buffer_size": 4, **TINY_THRESHOLDS, "trained_with": "multitf"},
 )
-"""Systematic and random layouts with chain-uniform noise: the method of the paper."""
+"""The paper's method: systematic and random layouts with chain-uniform noise."""
 
 LEDGER_TF = replace(
     LEDGER_MBD,
@@ -161,8 +161,8 @@ ABLATION_ROWS: dict[str, TrainingRecipe] = {
     "power-law noise": _row("power-law", schedule="power_law"),
     "sorted-uniform noise": _row("sorted", schedule="sorted_uniform"),
 }
-"""Table 2b in small, by row. The table's SingleBD row trains nothing; here the control has its compute. The table's
-last row repeats its third, so both forms of D2F's noise stand here."""
+"""Table 2b in small, by row. The table's SingleBD row is the base without further training; our control is trained as
+long as the other rows. The table's last row repeats its third row; here both forms of D2F's noise have a row."""
 
 LEDGER_OPUT = replace(
     LEDGER_MBD,

@@ -24,9 +24,9 @@ PLOT, IDS, PAGE = "losses.png", "log_ids.json", "run.md"
 class RunLog:
     """The log of a run that goes on from where `curve` ends; the trainer's loop adds points to `curve`.
 
-    `targets` are the targets of `--log-to`; `None`: the default targets. `peak` is one worker's peak. The loop calls
-    `begin` before an update, `add` after it, `flush` before a checkpoint counts the update as done, and `close` at the
-    end.
+    `targets` are the targets of `--log-to`; `None`: the default targets. `peak` is one worker's peak speed, for MFU.
+    The loop calls `begin` before an update, `add` after it, `flush` before a checkpoint counts the update as done, and
+    `close` at the end.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class RunLog:
             self._send(point, to=[logger for logger in self._loggers if isinstance(logger, GuardedLog)])
 
     def describe(self) -> str:
-        """The logs' places and the peak that MFU is measured by, for a line at the run's begin."""
+        """The logs' places and the peak speed for MFU, for a line when the run begins."""
         places = ", ".join((LOSSES, *self._targets))
         return "; ".join(filter(None, (f"logs: {places}", self._reason, str(self.peak))))
 
@@ -89,7 +89,7 @@ class RunLog:
         self._send(self.file.points[-1], to=self._loggers)
 
     def amend(self, step: int, values: Point) -> None:
-        """Log numbers of update number `step`, which came later."""
+        """Log further numbers of update number `step`, which was logged before."""
         self.file.amend(step - 1, values)
         for logger in self._loggers:
             logger.amend(step - 1, values)
@@ -123,7 +123,7 @@ class RunLog:
 
 
 def _short(number: float) -> float:
-    """Six digits of a measured number."""
+    """A measured number, rounded to six digits."""
     return float(f"{number:.6g}")
 
 
@@ -137,8 +137,8 @@ SHOWN_STEPS = 50
 class Log:
     """The printed progress of the first worker, and the run's files if it has a folder.
 
-    On a terminal a progress bar; else a line every few seconds, with means over the updates since the line before, the
-    speed, and the time left. `curve` is the run's; the run's loop adds points to it.
+    On a terminal it is a progress bar; otherwise a line every few seconds, with means over the updates since the last
+    line, the speed, and the time left. The run's loop adds points to `curve`.
     """
 
     def __init__(self, curve: list[Point], steps: int, files: RunLog | None = None) -> None:
@@ -164,7 +164,7 @@ class Log:
             self._say_progress()
 
     def amend(self, step: int, values: Point) -> None:
-        """Add numbers to update number `step`, which came later."""
+        """Add further numbers to update number `step`, which was logged before."""
         self.curve[step - 1] |= values
         if self.files is not None:
             self.files.amend(step, values)

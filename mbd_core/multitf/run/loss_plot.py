@@ -89,5 +89,5 @@ def _means(panel: Axes, points: Points, names: Sequence[str], start: str, window
 
 
 def _marker(steps: Sequence[float]) -> str | None:
-    """One update alone is no line."""
+    """A marker if there is only one update, which draws no line."""
     return "o" if len(steps) == 1 else None

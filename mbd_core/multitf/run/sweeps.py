@@ -1,7 +1,7 @@
 """Sweeps while training: at intervals an engine beside the run decodes a small task with the run's weights.
 
-The first worker begins a sweep once the checkpoint of its update is whole. It waits for a sweep only at the end.
-Training does not know the engine: a `Sweeper` is handed in. A sweep that fails prints a line, and the run goes on.
+The first worker begins a sweep once the checkpoint of its update is complete. It waits for a sweep only at the end.
+Training does not know the engine: it gets a `Sweeper`. A sweep that fails prints a line, and the run goes on.
 """
 
 import time
@@ -61,7 +61,7 @@ class Sweeps:
                 self._forget(f"sweep after step {step} is skipped: {self.sweeper.reason(error)}")
 
     def finish(self, last_step: int) -> None:
-        """Waits for the current sweep, then sweeps the last step's checkpoint, which is whole, and waits for it."""
+        """Waits for the current sweep, then sweeps the last step's checkpoint, which is complete, and waits again."""
         deadline = time.monotonic() + END_SECONDS
         self._wait(deadline)
         self.request(last_step)

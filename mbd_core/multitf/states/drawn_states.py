@@ -1,9 +1,9 @@
-"""On-policy distillation's rows: of each noise-group of a rollout one drawn state, all of whose masks are labels.
+"""On-policy distillation's training sequences: for each noise-group of a rollout a drawn state, with masks as labels.
 
 OPDLM (arXiv:2606.06712) draws one state of each block, independently. A rollout of several slots has noise-groups
 instead: a state's window of blocks. For the answer's first block a forward is drawn among the forwards that decided a
 token of the block. Its state has the labels of this block and of the later blocks in its window. The next draw is for
-the first block behind the window. So every block counts once, in a state that the engine was in. With one slot, and
+the first block after the window. So every block counts once, in a state that the engine was in. With one slot, and
 with block-local states, a group is a block, as in OPDLM.
 
 Shape legend: L positions of an answer with its prompt.
@@ -50,7 +50,7 @@ def drawn_states(
 
 
 def block_by_block(states: Sequence[ReplayState], blocks: np.ndarray) -> list[ReplayState]:
-    """The same states as one slot has them: each labelled block behind the finished blocks before it."""
+    """The states as decoding with one slot has them: each labelled block sees finished blocks before it."""
     labelled = [np.isin(blocks, blocks[state.is_label]) | ~state.is_label.any() for state in states]
     return [
         replace(state, is_there=state.is_there & in_block, first=blocks)

@@ -1,7 +1,7 @@
 """The Group-Aware Dual-Stream Mask as one predicate (Eqs. B.6 to B.9).
 
 A training sequence is `[x_t^1; ...; x_t^n; x_0]`: one noisy stream per layout and one clean stream they share. A token
-carries three numbers, which alone decide its visible keys:
+carries three numbers, and nothing else decides its visible keys:
 
 stream  0 for the clean tokens, 1..n for the noisy stream of layout n, -1 for padding
     block   beta, its block
@@ -63,7 +63,7 @@ def dual_stream_sees(stream: Tensor, block: Tensor, first: Tensor, sample: Tenso
 
 
 def block_causal_mask(block: Tensor) -> Tensor:
-    """The clean half alone: (..., L) block indices -> (..., L, L), own and earlier blocks are seen (Eq. B.9)."""
+    """Only the clean half: (..., L) block indices -> (..., L, L), own and earlier blocks are seen (Eq. B.9)."""
     return block[..., None, :] <= block[..., :, None]
 
 

@@ -1,4 +1,4 @@
-"""Rollouts as training sequences: each forward that decided tokens is a noisy stream behind one clean stream.
+"""Rollouts as training sequences: each forward that decided tokens is a noisy stream, and all share a clean stream.
 
 A rollout's step map names the forward that decided each token. Forward k saw the prompt, the tokens with a step less
 than k, and masks elsewhere. It is rebuilt as a window of blocks under the predicate of `mask.py`:
@@ -12,11 +12,11 @@ Four slots, blocks of two, `. ` for a mask, labels in brackets; forward 3 begins
 steps      1 2 | 1 3 | 2 3 | 4 4
     forward 1  [][]  [] .                  blocks 1 to 2
     forward 2  a []  b .   [] .            blocks 1 to 3
-    forward 3        b []  c []            blocks 2 to 3, behind clean block 1
-    forward 4                    [][]      block 4, behind clean blocks 1 to 3
+    forward 3        b []  c []            blocks 2 to 3, after clean block 1
+    forward 4                    [][]      block 4, after clean blocks 1 to 3
 
-So the learner's log-probabilities are the engine's, forward by forward, for any buffer size. The other two kinds of
-states are released learners', and are wrong under MultiBD. `block-local` is TraceRL's: steps are ranked within each
+So the learner's log-probabilities are the engine's, forward by forward, for any buffer size. Two other kinds of states
+are those of released learners, and are wrong under MultiBD. `block-local` is TraceRL's: steps are ranked within each
 block, and a block sees clean blocks before it. With one slot these are the engine's states; with more slots a block's
 logits depended on gaps in earlier blocks. `all-masked` is LightningRL's released learner: each block is predicted in
 one forward, all its tokens masked, from clean blocks before it.
@@ -44,10 +44,10 @@ from mbd_core.multitf.states.packing import Together
 class AnswerGrid:
     """A prompt and its answer on their block grid, up to the end of the answer's last block; all (L).
 
-    tokens    the mask past `max_tokens`
-    steps     the forward that decided a position; 0 for the prompt, fixed tokens, and masks past `max_tokens`
-    logprobs  the engine's log-probability there, 0 where no forward decided
-    blocks    its block; a prompt that attends in full is block 0, and the answer's blocks follow (D2F)
+    tokens    token of each position; the mask past `max_tokens`
+    steps     forward that decided the position; 0 for the prompt, fixed tokens, and masks past `max_tokens`
+    logprobs  the engine's log-probability of the token, 0 where no forward decided
+    blocks    block of the position; a prompt that attends in full is block 0, and the answer's blocks follow (D2F)
     """
 
     tokens: np.ndarray
@@ -60,12 +60,12 @@ class AnswerGrid:
         prompt, size = len(answer.prompt), answer.decoding.block_size
         origin = answer.decoding.grid_origin(prompt)
         fill = -(prompt + len(answer.steps) - origin) % size
-        before, behind = np.zeros(prompt), np.zeros(fill)
+        before, after = np.zeros(prompt), np.zeros(fill)
         blocks = (np.arange(prompt + len(answer.steps) + fill) - origin) // size + (origin > 0)
         return cls(
             tokens=np.array([*answer.prompt, *answer.decided, *[mask_token_id] * fill], dtype=np.int64),
             steps=np.array([*[0] * prompt, *answer.steps, *[0] * fill], dtype=np.int64),
-            logprobs=np.concatenate((before, np.array(answer.logprobs), behind)),
+            logprobs=np.concatenate((before, np.array(answer.logprobs), after)),
             blocks=blocks.clip(min=0),
         )
 
@@ -91,9 +91,9 @@ class AnswerGrid:
 class ReplayState:
     """The content of a noisy stream; all (L).
 
-    is_there    the positions that it has
-    is_visible  positions whose tokens it shows; the others are masks
-    is_label    positions whose tokens it predicts
+    is_there    positions that the stream has
+    is_visible  positions whose tokens the stream shows; the other positions are masks
+    is_label    positions whose tokens are labels
     first       the first block of each position's window
     """
 
@@ -104,8 +104,8 @@ class ReplayState:
 
 
 def replayed_states(grid: AnswerGrid, states: ReplayStates, shrink: int) -> Iterator[ReplayState]:
-    """The states of an answer in order. Every `shrink` consecutive states become one: the first one's inputs, all of
-    their labels."""
+    """The states of an answer in order. Every `shrink` consecutive states become one, with the inputs of the first and
+    the labels of all."""
     clock, blocks = grid.clock(states), grid.blocks
     times = np.unique(clock[grid.is_decided])
     for start in range(0, len(times), shrink):
@@ -161,7 +161,7 @@ class RoutedBatch(ReplayBatch):
 
 def collate_answers(rows: Sequence[SequenceColumns], together: Together | None = None) -> ReplayBatch:
     """`collate_as` for answers; a `RoutedBatch` for rows with experts. Raises `ValueError` if only some rows have
-    them."""
+    experts."""
     tables = [row.get("experts") for row in rows]
     batch = collate_as(ReplayBatch, [{n: c for n, c in row.items() if n != "experts"} for row in rows], together)
     records = [table for table in tables if table is not None]

@@ -1,7 +1,7 @@
-"""The groups of a batch's attention: a noise-group, or a clean stream, with the tokens that it sees.
+"""A batch's attention in groups of queries: a noise-group, or a clean stream, with the keys that it sees.
 
-All queries of a noise-group see the clean tokens before it, and its own blocks up to theirs (`mask.py`). So its keys
-are few beside a sequence of many noisy streams, as a rollout's is.
+A query of a noise-group sees the clean tokens before the group, and the group's blocks up to its own (`mask.py`). So a
+group has few keys, compared with a sequence of many noisy streams such as a rollout's.
 """
 
 import numpy as np
@@ -60,7 +60,7 @@ class StreamAttention:
 
 
 def _of(group: QueryGroup, is_kept: np.ndarray) -> QueryGroup | None:
-    """A group's kept queries, with the keys that they see; `None` without any."""
+    """A group's kept queries, with the keys that they see; `None` if no query is kept."""
     kept = is_kept[group.queries]
     if not kept.any():
         return None

@@ -1,8 +1,8 @@
 """The learner of reinforcement learning: rollouts with advantages in, one update, new weights out.
 
 A rollout's forwards are rebuilt (`states/replay.py`), so that the learner scores its tokens in the states in which the
-engine chose them. Before it learns, its log-probabilities are compared with the engine's. They differ by the two
-programs' arithmetic, and by weights that changed between them.
+engine chose them. Before it learns, its log-probabilities are compared with the engine's. The differences come from
+the two programs' arithmetic, and from weights that changed since the rollout.
 """
 
 import math
@@ -38,14 +38,14 @@ class LearnerReport:
     """One update, over all workers.
 
     loss              the weighted sum, with `policy_loss`, `kl_loss` and `nll_loss` before their weights
-    grad_norm         of all gradients together, before clipping
-    labels            learned tokens; `tokens` went through the model in each pass, `positions` with padding and with
-                      repetitions that keep workers in step
-    trace_rl_tokens   TraceRL's rows of the same answers, in tokens (`ReplayCost`)
+    grad_norm         norm of all gradients together, before clipping
+    labels            number of learned tokens; `tokens` is the number of tokens in each pass, `positions` also counts
+                      padding and the repetitions that keep workers in step
+    trace_rl_tokens   number of tokens that TraceRL's rows of the same answers would have (`ReplayCost`)
     d_*               the learner's log-probability minus the engine's, before the update: mean and largest absolute
                       value, the share above 0.1, and `mean(e^d - 1 - d)`
     effective_share   the effective sample size of the weights e^d, as a share of the labels
-    ratio_*, clip_share, entropy, kl_*   means over the labels, except the largest ratio; `kl_reference` if weighted
+    ratio_*, clip_share, entropy, kl_*   means over the labels, except `ratio_max`; `kl_reference` if it has a weight
     d_parts           the mean of |d| by slot of the Block Buffer and by part of the answer's forwards
     """
 
@@ -90,8 +90,8 @@ class Learner(RolloutLearner):
 
     `config.batch_size` is the planned number of answers in an update; dropped groups may leave fewer, and there may be
     more. `states` and `shrink` are `replay_batch`'s. If the objective has a KL divergence to a frozen reference, the
-    reference is the given model, or under an adapter the model without it. So a resumed learner gets the run's first
-    model, and then its state (`load_state_dict`).
+    reference is the given model, or, if an adapter is trained, the model without the adapter. So a resumed learner
+    gets the run's first model, and then its own state (`load_state_dict`).
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Learner(RolloutLearner):
         every = [others for others, is_counted in self.workers.all_values((values, self.counts)) if is_counted]
         maxima, sums = torch.stack([numbers for _, _, numbers in every]).split([len(MAXIMA), len(SUMS)], dim=-1)
         first, mean = (dict(zip(SUMS, row.tolist(), strict=True)) for row in (sums.sum(0)[0], sums.sum(0).mean(0)))
-        for name in LOSSES:  # each worker's weights are its part, times the number of workers
+        for name in LOSSES:  # `weighed` multiplies a worker's weights by the number of workers
             mean[name] /= len(every)
         mean["loss"] = mean["policy_loss"] + self.policy.kl * mean["kl_loss"] + self.policy.nll * mean["nll_loss"]
         return LearnerReport(
@@ -224,7 +224,7 @@ class Learner(RolloutLearner):
 
     @property
     def _is_old(self) -> bool:
-        """Whether each update starts from the old policy's own weights."""
+        """Whether the model has the old policy's weights in every pass."""
         return self.policy.old == "learner" and self.policy.passes == 1
 
     def _pass(self, parts: Sequence[ReplayBatch]) -> tuple[Tensor, float]:
@@ -250,8 +250,8 @@ class UpdateShare:
 
 
 def _means(first: Mapping[str, float], mean: Mapping[str, float]) -> dict[str, Any]:
-    """A report's means: of differences, the first pass's means, before any change; of other numbers, the means of all
-    passes."""
+    """A report's means: for differences the means of the first pass, before any change; for other numbers the means of
+    all passes."""
     labels = first["labels"]
     return {
         **{name: mean[name] for name in ("loss", "policy_loss", "kl_loss", "nll_loss")},

@@ -1,6 +1,6 @@
 """The memory of a training step on each worker, counted on the meta device before anything is loaded.
 
-Weights, gradients and optimizer states are exact: the tensors are counted on the meta device, cut among the workers.
+Weights, gradients and optimizer states are exact: the tensors, sharded if the run is, are counted on the meta device.
 The rest is an estimate of the peak: tensors for the backward pass (`activation_memory.py`), gathered weights and
 copies in bfloat16, logits and masks. The allocator's own loss is `RESERVE`.
 
@@ -8,13 +8,13 @@ copies in bfloat16, logits and masks. The allocator's own loss is `RESERVE`.
                  frozen teacher in the run's precision
     gradients    float32, of trained parameters
     optimizer    AdamW two float32 numbers a parameter, Muon one
-    gathered     bfloat16 casts of replicated weights, and the largest dequantised layer; of sharded weights the
-                 parts that are whole at once: embeddings, last norm and head with their gradients, two layers, and
-                 the gradients of one; gradients of trained parameters
-    activations  of the samples computed at once: every layer's tensors, or with activation checkpointing its input,
+    gathered     bfloat16 casts of replicated weights, and the largest dequantised layer; with sharding the parts that
+                 are gathered at once: embeddings, last norm and head with their gradients, two layers, and the
+                 gradients of one layer; only trained parameters have gradients
+    activations  for the samples computed at once: every layer's tensors, or with activation checkpointing its input,
                  and one layer's tensors twice, kept and computed anew with their gradients
-    logits       of the labels that go through the head at once
-    mask         a dense mask's: for each pair of tokens a byte, and the number that all layers add to its score
+    logits       for the labels that go through the head at once
+    mask         for a dense mask: for each pair of tokens a byte, and the number that is added to the pair's score
 """
 
 import math
@@ -51,8 +51,8 @@ AUTOCAST_KEEPS = 0.8
 class Workload:
     """The subject of a plan: a model, its training, the length of its samples, the number of workers.
 
-    `dense`: attention under a dense mask instead of a block mask, which takes almost no memory. `teacher`: a frozen
-    model beside the trained one, whole on each worker.
+    `dense`: attention has a dense mask; a block mask takes almost no memory. `teacher`: a frozen model beside the
+    trained model, unsharded on each worker.
     """
 
     config: ModelConfig
@@ -148,8 +148,8 @@ def sequence_tokens(workload: Workload) -> tuple[int, int]:
 
 
 def _worker_numel(name: str, parameter: nn.Parameter, workload: Workload) -> int:
-    """The first worker's share of a parameter's numbers. The first dimension is cut, and the last part may be
-    short."""
+    """The first worker's share of a parameter's numbers. The first dimension is sharded, and the last worker's part
+    may be shorter."""
     shape, dim = list(parameter.shape), cut_dim(name, workload.train.cut_experts)
     if dim is not None:
         shape[dim] //= workload.train.tensor_parallel
@@ -211,7 +211,7 @@ def _activations(workload: Workload, tokens: int) -> int:
 
 
 def _logits(workload: Workload, labels: int) -> int:
-    """Logits, in float32, their log-probabilities and the gradients of both; a teacher's without gradients."""
+    """Bytes of logits, float32 log-probabilities and the gradients of both; and of a teacher's, without gradients."""
     vocab = workload.config.vocab_size
     at_once = min(labels, max(1, LOGIT_BYTES // (WIDE * vocab)))
     teachers = 0 if workload.train.teacher is None else _width(workload) + 2 * WIDE
@@ -263,7 +263,7 @@ def fitting(workloads: Iterable[Workload], available: int, *, device: str = "GPU
 
 
 def _smaller_workloads(workload: Workload, device: str) -> Iterator[tuple[str, Workload]]:
-    """Workloads that take less, the mildest first: smaller parts, recomputed layers, more workers, an adapter."""
+    """Workloads that take less, the mildest first: micro-batches, recomputed layers, more workers, an adapter."""
     train, options = workload.train, ""
     if workload.sequences_at_once > 1:
         train, options = replace(train, micro_batch=1), "--set train.micro_batch=1 "

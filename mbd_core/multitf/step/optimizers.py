@@ -14,11 +14,11 @@ from mbd_core.ops.machine import computes_bfloat16
 
 
 class ShardedMuon(torch.optim.Muon):
-    """Muon whose matrices may be cut among workers: the momentum stays cut, each update is computed on whole matrices.
+    """Muon for matrices that may be sharded. The momentum stays sharded; each update is computed on whole matrices.
 
     The orthogonalisation (Newton-Schulz) needs a whole matrix. Each matrix is gathered once a step, and every worker
-    computes its update and applies its own part. On whole matrices it equals `torch.optim.Muon`, except for the
-    precision of the orthogonalisation (`orthogonalised`).
+    computes the matrix's update and applies its own part. Without sharding the updates equal `torch.optim.Muon`'s,
+    except for the precision of the orthogonalisation (`orthogonalised`).
     """
 
     @torch.no_grad()
@@ -64,7 +64,7 @@ def orthogonalised(matrix: Tensor, coefficients: Sequence[float], *, num_steps: 
 def make_optimizers(
     model: Decoder, name: OptimizerName, *, lr: float, weight_decay: float, betas: tuple[float, float]
 ) -> list[torch.optim.Optimizer]:
-    """The optimizers of the model's trained parameters, whole or cut. The parameters must not move afterwards."""
+    """The optimizers of the model's trained parameters, sharded or not. The parameters must not move afterwards."""
     parameters = trained_parameters(model)
     if name == "adamw":
         is_fused = next(iter(parameters.values())).device.type == "cuda"

@@ -6,7 +6,7 @@ reinforce  -A lp                                            REINFORCE, here with
     clipped    -min(r A, clip(r, 1 - c, 1 + c') A), r = e^(lp - old)     PPO; c' above c as in DAPO
                and at most -d A where A < 0                              dual-clip PPO
     k3         e^(ref - lp) - 1 - (ref - lp), for KL(now || ref)         Schulman's estimate, as in GRPO
-    nll        -lp on correct answers alone                              VAPO, LightningRL
+    nll        -lp on correct answers only                               VAPO, LightningRL
 
 Each is summed with a column of weights, which define its mean (`policy_weights.weighed`). The choice of positions
 counts as the environment's, as in all published learners: draws that a threshold rejected have no part in these sums.

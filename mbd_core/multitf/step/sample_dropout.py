@@ -2,7 +2,7 @@
 
 torch's own draws depend on the order in which a process asks for them, and so on the distribution of the work. Here a
 layer's draws for a sample come from their own generator, seeded by the run's seed, the step, the sample, and the
-layer. A layer that the backward pass computes again draws the same again.
+layer. A layer that the backward pass computes again draws the same numbers.
 
 Shape legend: S training sequences, N samples in them, L tokens of the longest sequence, D channels.
 """
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class SampleDraws:
-    """The numbers that decide a sample's draws, and its tokens."""
+    """The seed of a sample's draws, and the sample's number of tokens."""
 
     seed: int
     tokens: int
@@ -43,7 +43,7 @@ class CurrentDraws:
     def rows(self, rows: Sequence[Sequence[SampleDraws]]) -> None:
         self._rows = rows
         numbers = [(row, one.seed, one.tokens) for row, samples in enumerate(rows) for one in samples]
-        # a compiled layer takes a tensor's numbers as its input, and Python numbers as its own constants
+        # a compiled layer takes a tensor as an input, but Python numbers as constants, and would be compiled again
         self.table_N3 = torch.tensor(numbers, dtype=torch.int64).reshape(-1, 3)
 
 
@@ -53,7 +53,7 @@ class SampleDropout(nn.Module):
     def __init__(self, p: float, layer: int, draws: CurrentDraws) -> None:
         super().__init__()
         self.p, self.draws = p, draws
-        self.layer = torch.tensor(layer, device="cpu")  # not a buffer: it stays where generators are seeded
+        self.layer = torch.tensor(layer, device="cpu")  # not a buffer: it stays on the host, which seeds generators
 
     def forward(self, x_SLD: Tensor) -> Tensor:
         if not self.training:

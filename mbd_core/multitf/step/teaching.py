@@ -64,7 +64,8 @@ def taught_loss(
     attention: TrainingAttention = DENSE,
     rolls_out: bool = False,
 ) -> LossAndSums:
-    """`multitf_loss` with the teacher's divergence instead of `weight` of a label's CE, where there is a target."""
+    """`multitf_loss`, in which the teacher's divergence replaces the share `weight` of a label's CE, if the label has
+    a target."""
     settings = teacher.settings
     with teacher.reading(model) as reader:
         taught_hidden = hidden_states(reader, lesson.reading, attention, (lesson.rows, lesson.places))
@@ -86,10 +87,10 @@ def taught_loss(
 
 
 def taught_divergence(student_NV: Tensor, teacher_NV: Tensor, settings: TeacherSettings) -> Tensor:
-    """The divergence of `settings` at each position (N), of logits.
+    """The divergence of `settings` between student and teacher at each position (N), given their logits.
 
-    The student may have further tokens behind the teacher's, for which the teacher has no probability; their summands
-    are left out.
+    The student's vocabulary may have further tokens after the teacher's. The teacher has no probability for them, so
+    their summands are left out.
     """
     student = (student_NV / settings.temperature).log_softmax(-1)[:, : teacher_NV.shape[1]]
     teacher = (teacher_NV / settings.temperature).log_softmax(-1)

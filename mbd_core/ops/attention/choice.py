@@ -21,7 +21,7 @@ from mbd_core.ops.attention.definition import BoundAttention, RowLayout
 class AttentionKernel:
     """The kernel in use. `reasons` has one sentence for every other kernel: why it is not used.
 
-    A `capturable` kernel reads nothing on the host where a layout has its `max_q`: a CUDA graph can hold its calls.
+    A `capturable` kernel reads nothing on the host if the layout has its `max_q`, so a CUDA graph can hold its calls.
     `bind` prepares a batch once a step for all layers: each row's queries attend to keys of its pages
     (`definition.paged_attention`).
     """
@@ -139,8 +139,8 @@ def _first_flash(
 
 
 def _require(case: KernelCase, *, page_multiple: int, most_channels: int = 256, windows: bool = False) -> None:
-    """Raises `UnavailableError` if a kernel for GPUs does not support the case; `windows`: it takes sliding
-    windows."""
+    """Raises `UnavailableError` if a kernel for GPUs does not support the case. `windows`: whether the kernel takes
+    sliding windows."""
     if case.device.type != "cuda" or case.capability is None:
         raise UnavailableError(f"it needs a CUDA device, this is {case.device.type}")
     if case.capability < (8, 0):

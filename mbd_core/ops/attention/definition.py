@@ -26,20 +26,20 @@ class RowLayout:
     In a causal row only the last query does; each other query sees one key less than its successor.
 
     cu_seqlens_q   the first query of each row among the packed queries, and the end of the last row (R + 1)
-    kv_lens_R      at least 1 for a row with queries
-    page_table_RP  each row's pages; the entries after them must be valid page numbers too
+    kv_lens_R      number of keys of each row; at least 1 for a row with queries
+    page_table_RP  each row's pages; the entries after a row's pages must be valid page numbers too
     page_size      tokens a page
     causal_R       marks rows that are causal inside, bool; `None`: no row. A causal row has no more queries than keys
     window         in a causal row a query sees itself and the last `window - 1` keys before it; in another row it sees
                    the row's keys and the last `window - 1` keys before the row. No row then has more queries than
                    keys. `None`: all keys
-    gap_R          the number of hidden keys directly before a query's own keys: the row's keys stand that many places
-                   behind their positions. A query's own keys are its own key in a causal row, otherwise all keys of
-                   the row. `None`: no row has a gap. Never with a `window`
+    gap_R          the number of hidden keys directly before a query's own keys, because the row's keys are stored that
+                   many places after their positions. A query's own keys are its own key in a causal row, otherwise
+                   the keys of all the row's queries. `None`: no row has a gap. Never with a `window`
     max_q          queries of the longest row, for kernels that need it on the host; `None`: `for_kernels` finds it
     exact          each row's result must be bitwise independent of the other rows
-    rows_each      this number of neighbouring rows, of `max_q` queries each, are one sequence's and have the same
-                   pages, throughout the batch; a kernel that reads a sequence's keys once needs to know it
+    rows_each      number of neighbouring rows, of `max_q` queries each, that belong to one sequence and have the same
+                   pages, throughout the batch. A kernel that reads a sequence's keys only once needs this number
     """
 
     cu_seqlens_q: Tensor
@@ -63,8 +63,8 @@ class RowLayout:
         assert self.causal_R is not None
         rows = torch.arange(len(self.kv_lens_R), device=self.kv_lens_R.device)
         row_T = rows.repeat_interleave(self.cu_seqlens_q.diff(), output_size=num_tokens)
-        behind_T = self.cu_seqlens_q[1:][row_T] - 1 - torch.arange(num_tokens, device=row_T.device)
-        return (self.kv_lens_R[row_T] - self.causal_R[row_T] * behind_T).to(self.kv_lens_R.dtype)
+        after_T = self.cu_seqlens_q[1:][row_T] - 1 - torch.arange(num_tokens, device=row_T.device)
+        return (self.kv_lens_R[row_T] - self.causal_R[row_T] * after_T).to(self.kv_lens_R.dtype)
 
     def first_keys_T(self, num_tokens: int) -> Tensor:
         """The first visible key of each of the `num_tokens` queries, for a layout with a `window`."""
@@ -78,8 +78,8 @@ class RowLayout:
         return (before_T - (self.window - 1)).clamp(min=0)
 
     def hidden_2T(self, num_tokens: int) -> Tensor:
-        """The first hidden key of each of the `num_tokens` queries and the key behind the last, for a layout with
-        `gap_R`; both are equal if no key is hidden from the query."""
+        """For each of the `num_tokens` queries of a layout with `gap_R`, the first hidden key and the first key after
+        the hidden keys; both are equal if no key is hidden from the query."""
         assert self.gap_R is not None
         own_R = self.cu_seqlens_q.diff()
         if self.causal_R is not None:

@@ -1,4 +1,4 @@
-"""Attention in groups of queries that share their keys: only pairs of a group are computed.
+"""Attention in groups of queries that share their keys: only the pairs within a group are computed.
 
 A dense mask over a sequence of many short streams is nearly empty. Here each group's queries and keys are gathered,
 groups of similar sizes are computed together, and the results return to their places.
@@ -36,8 +36,8 @@ class GroupedAttention:
     """Scaled dot-product attention within groups. A token that is no group's query gets zeros.
 
     `queries` and `keys` are flat places among B x L tokens, part by part: (N, W) and (N, M) of each, as its mask
-    (N, 1, W, M) says. `places` (B x L): the place of each token's result among the results of all parts; behind them
-    stands a row of zeros.
+    (N, 1, W, M) says. `places` (B x L): the place of each token's result among the results of all parts, which a row
+    of zeros follows.
     """
 
     parts: tuple[DenseAttention, ...]

@@ -48,7 +48,7 @@ class DenseAttention:
 
 
 def score_dtype(kind: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which values of this dtype are attended to on this kind of device: autocast's where it is on.
+    """The dtype of attention over values of `dtype` on a device of the type `kind`: autocast's, if autocast is on.
 
     On a CPU it is float32 instead of bfloat16, in which a backward pass takes three times as long.
     """
@@ -77,7 +77,7 @@ class FlexAttention:
             q.to(v.dtype),
             k.to(v.dtype),
         )  # norms may leave them in float32, and autocast has no rule for flex_attention
-        # a compiled layer compiles it with the layer
+        # inside a compiled layer it is compiled with the layer
         on_gpu = q.device.type == "cuda" and not torch.compiler.is_compiling()
         attend: Any = _compiled(flex_attention, fullgraph=True) if on_gpu else flex_attention
         out: Tensor = attend(

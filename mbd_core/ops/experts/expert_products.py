@@ -8,7 +8,7 @@ experts are experts like the others: each gets all tokens with weight 1, so thei
 
 Weights may be FP8, with a scale per output channel or per block of a matrix. They are widened in registers, which is
 exact, and each partial product is multiplied by its scale in float32: half the bytes are read, and the inputs keep
-their dtype. Rounding them too would save no byte that counts and cost a kernel and accuracy.
+their dtype. Rounding the inputs too would save few bytes, and cost a kernel and accuracy.
 
 Shape legend: T tokens, K experts a token, A = T * K assignments, D model width, E experts, F expert width, S shared
 experts.
@@ -27,8 +27,8 @@ from mbd_core.ops.layer.residual_norm import ExpertParts
 
 
 class ExpertTiles(NamedTuple):
-    """The cut of both products: `rows` assignments of an expert, `columns` output channels, `depth` channels at a
-    time.
+    """The tile sizes of both products: `rows` assignments of an expert, `columns` output channels, `depth` input
+    channels at a time.
 
     `stages` steps of `depth` channels are in flight.
     """
@@ -45,12 +45,12 @@ DEFAULT_TILES = {1: ExpertTiles(warps=8, stages=3), 2: ExpertTiles()}
 tokens on an H100. FP8 has more warps, so that no register spills, and one more stage, because fewer programs fit
 beside each other."""
 MOST_PARTS = 4
-"""The largest number of partial products of the output projection; with more it waits more often than it reads."""
+"""The largest number of partial products of the output projection; with more, a program waits more than it reads."""
 FULL, FULL_ROWS = 16, 64
 """If an expert gets `FULL` tokens or more, default tiles have `FULL_ROWS` rows, so that a prompt reads the weights
 fewer times."""
 LEAST_DEPTH = 16
-"""The least number of input channels of a partial product: one instruction's of the chip."""
+"""The least number of input channels of a partial product: the depth of one instruction of the chip."""
 TILES: dict[tuple[int, int, int], ExpertTiles] = {}
 """Tiles by (tokens, an expert's width, bytes of a weight), from a sweep on a GPU (`benchmarks/gpu`). It is empty
 because an H100 gained little by it."""
@@ -95,7 +95,7 @@ def _gate_up(
     BLOCK_F: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """x gate^T and x up^T of one expert. All pointers but the first point at its own weights and scales."""
+    """x gate^T and x up^T of one expert. All pointers but the first point at this expert's weights and scales."""
     inside = channels < F
     gate = tl.zeros((TILE, BLOCK_F), dtype=tl.float32)
     up = tl.zeros((TILE, BLOCK_F), dtype=tl.float32)
@@ -247,7 +247,7 @@ def _down(
     BLOCK_D: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    """hidden down^T of an expert. `down_ptr` and `scale_ptr` point at its own, and rows of down are `stride` apart."""
+    """hidden down^T of an expert. `down_ptr` and `scale_ptr` point at its part; rows of down are `stride` apart."""
     inside = channels < D
     y = tl.zeros((TILE, BLOCK_D), dtype=tl.float32)
     for start in range(0, F, BLOCK_F):

@@ -5,7 +5,7 @@ Rounding experts saves most, because they are most of a mixture's bytes. On CUDA
 channel multiplies in FP8, so its inputs are rounded too (one scale a token). Everywhere else the weights are widened
 in the product or before it, and the inputs are not rounded.
 
-Shape legend: T tokens, O output channels, I input channels, M and N blocks of them, K experts a token, D model width,
+Shape legend: T tokens, O output and I input channels, M and N blocks of channels, K experts a token, D model width,
 E experts, F expert width; `...` is empty or E.
 """
 
@@ -33,8 +33,8 @@ RELEASED: BlockShape = (128, 128)
 class Fp8Weight:
     """A weight (..., O, I) in FP8 with its scales.
 
-    `values` (..., O, I) are FP8. `scale` is float32: (..., O) per channel, or (..., M, N) per `block`; the last blocks
-    are cut at the channels' end.
+    `values` (..., O, I) are FP8. `scale` is float32: (..., O) per channel, or (..., M, N) per `block`. The last blocks
+    may be smaller.
     """
 
     values: Tensor
@@ -201,7 +201,7 @@ class Fp8Module(nn.Module):
         return Fp8Weight(self.get_buffer(f"{name}_values"), self.get_buffer(f"{name}_scale"), self.block)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Moves with the module but stays FP8 and float32: cast values would no longer fit their scales."""
+        """Moves the weights with the module but does not cast them: cast values would no longer fit their scales."""
         originals = {name: buffer for name, buffer in self.named_buffers(recurse=False) if name.endswith(_KEPT)}
         super()._apply(fn, recurse)
         for name, buffer in originals.items():

@@ -4,7 +4,7 @@ whole vocabulary or a rank's part.
 
 Every program reads a stretch of one position's vocabulary, each logit once and in its own dtype, with a running
 maximum and sum; a second kernel joins the stretches. A step with few positions therefore still fills the GPU. The
-stretches depend on the vocabulary alone: a position's sum has the same bits in every batch.
+stretches depend only on the vocabulary, so a position's sum has the same bits in every batch.
 
 Shape legend: P positions, V vocabulary, S stretches of a vocabulary.
 """
@@ -95,7 +95,7 @@ def confidence(logits_PV: Tensor, *, mask_token_id: int, size: int) -> tuple[Ten
     """The likeliest token (P,) that may be predicted, and its probability (P,) in float32.
 
     Ids below `size` other than the mask's may be predicted. The probability is taken over the whole vocabulary, so ids
-    that may not be predicted keep their share. Ties go to the lowest id. Shapes depend on P and V alone, so a CUDA
+    that may not be predicted keep their share. Ties go to the lowest id. Shapes depend only on P and V, so a CUDA
     graph can capture the call. Raises `ValueError` for logits whose rows are not contiguous.
     """
     return _read(logits_PV, mask_token_id=mask_token_id, size=size)[:2]
@@ -121,7 +121,7 @@ def _read(logits_PV: Tensor, *, mask_token_id: int, size: int) -> tuple[Tensor, 
         )
     count = num_stretches(vocabulary)
     device = logits_PV.device
-    # apart, so that each begins at a multiple of 16 bytes, because Triton compiles for the alignment it sees
+    # separate tensors, which begin at multiples of 16 bytes, because Triton compiles for the alignment it sees
     top, total, best = (torch.empty((positions, count), dtype=torch.float32, device=device) for _ in range(3))
     token = torch.empty((positions, count), dtype=torch.int32, device=device)
     chosen_P = torch.empty(positions, dtype=torch.int64, device=device)

@@ -2,8 +2,8 @@
 
 A block of tokens is bound by arithmetic on a CPU, and a CPU with VNNI multiplies int8 faster than float32
 (`python -m benchmarks rounding`). The sums are exact (int32), and a token's scale is its own, so a token's result does
-not depend on the other tokens of the call. Each value is off by at most 1/254 of the largest magnitude in its row, an
-output channel or a token.
+not depend on the other tokens of the call. Each value is off by at most 1/254 of the largest magnitude in its row (an
+output channel or a token).
 
 Shape legend: T tokens, O output channels, I input channels, D model width, E experts, F expert width, K experts a
 token; `...` is any leading shape.
@@ -39,7 +39,7 @@ class Int8Module(nn.Module):
     """Holds weights as buffers `<name>_values` (..., O, I) and `<name>_scale` (..., O)."""
 
     def round_weight(self, name: str, wide: Tensor) -> None:
-        """Rounds `wide` (..., O, I) into the weight of this name, in place where it exists already."""
+        """Rounds `wide` (..., O, I) into the weight of this name, in place if the weight exists already."""
         values, scale = to_int8(wide.detach())
         for kind, new in (("values", values), ("scale", scale.squeeze(-1))):
             if f"{name}_{kind}" in self._buffers:

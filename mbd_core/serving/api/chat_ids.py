@@ -1,4 +1,4 @@
-"""Chats to token ids in a model's template; answers that come with their own ids keep them."""
+"""Chats to token ids in a model's template. Answers that come with `token_ids` keep these ids."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -26,8 +26,8 @@ def chat_ids(
 ) -> list[int]:
     """The ids of a chat in the model's template. Raises the errors of `text_ids`, and the template's refusals.
 
-    A turn's `token_ids` replace the ids of its content, unless they have thoughts before it or the template changes
-    the content's text.
+    A turn's `token_ids` replace the ids of its content, unless the `token_ids` also have thoughts, or the template
+    changes the content's text.
     """
     plain_turns = [{name: value for name, value in turn.items() if name != "token_ids"} for turn in turns]
     answers = {number: turn["token_ids"] for number, turn in enumerate(turns) if "token_ids" in turn}
@@ -77,9 +77,9 @@ def share_of_tools(tools: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _spells(model: ServedModel, answer: Sequence[int], content: str, *, field: str) -> bool:
-    """Whether the tokens `answer` spell this content alone; `False` if they have thoughts before it.
+    """Whether the tokens `answer` spell exactly this content; `False` if they have thoughts before the content.
 
-    Raises `FieldError` if they are not an answer with this content.
+    Raises `FieldError` if the tokens are not an answer with this content.
     """
     tokenizer = model.tokenizer
     unknown = next((t for t in answer if t >= len(tokenizer)), None)

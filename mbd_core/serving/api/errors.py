@@ -107,7 +107,7 @@ MESSAGE_ROUTES = ("/v1/messages", "/v1/messages/count_tokens")  # whose errors h
 
 
 def of_messages(path: str) -> bool:
-    """Whether a path's errors have Anthropic's shape, as all below its route have, such as `/v1/messages/batches`.
+    """Whether a path's errors have Anthropic's shape: all paths below its route, such as `/v1/messages/batches`.
 
     `path` may begin with the application's prefix.
     """
@@ -123,7 +123,7 @@ def error_body(status: int, message: str, *, param: str | None = None, code: str
 def message_error_body(
     status: int, message: str, *, param: str | None = None, code: str | None = None, request_id: str | None = None
 ) -> "MessageError":
-    """Anthropic's error object; its `details` have the code and the field of OpenAI's."""
+    """Anthropic's error object; its `details` have the code and the field of OpenAI's error object."""
     kind = MESSAGE_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
     return {
         "type": "error",

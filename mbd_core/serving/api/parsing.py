@@ -33,15 +33,15 @@ MAX_STOPS = 16
 MAX_TEXT_PARTS = 1024  # parts of a message
 MAX_IDS = 2**18  # token ids of one prompt
 MAX_PROMPTS = 128  # prompts of one body: the default of `--body-prompts`
-MOST_PROMPTS = 4096  # its largest value
+MOST_PROMPTS = 4096  # the largest value of `--body-prompts`
 NEAR = 0.75  # least similarity (of 1) between an unknown name and the suggested name
 
 
 class Strict(BaseModel):
     """Part of a request: a string is not a number, an unknown field is an error, and objects are immutable.
 
-    A field's docstring describes it in the OpenAPI document and in docs/reference/api.md. `one_form` has the fields of
-    `FORMS` that have one form in this class.
+    A field's docstring describes it in the OpenAPI document and in docs/reference/api.md. `one_form` names the fields
+    of `FORMS` that have only one form in this class.
     """
 
     one_form: ClassVar[frozenset[str]] = frozenset()
@@ -50,7 +50,7 @@ class Strict(BaseModel):
 
 
 def items(most: int, *, least: int | None = None) -> Any:
-    """The bounds of a list. Validation stops at the first wrong item: a million errors took half a minute."""
+    """The bounds of a list. Validation stops at the first wrong item, because a million errors took half a minute."""
     return Field(min_length=least, max_length=most, fail_fast=True)
 
 
@@ -162,7 +162,7 @@ FORMS = {
     '{"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", "tools": [...]}}; the tools are '
     "functions",
 }
-# For some values the form is chosen first, and errors come from this form alone. These messages are for no form.
+# For some values the form is chosen first, and only its errors are reported. If no form fits, the client gets these.
 NO_FORM = {
     "content": f"must be a string or a list of at most {MAX_TEXT_PARTS} text parts; images, audio and files are not "
     "read",
@@ -179,7 +179,7 @@ NO_ITEM = {
 
 
 def is_form(label: Any) -> bool:
-    """Whether a step of pydantic's path to a value is the value's form, as `(list)`, and not a client's key."""
+    """Whether a step of pydantic's path to a value is a form of the value, such as `(list)`, not a client's key."""
     return isinstance(label, str) and label.startswith("(")
 
 
@@ -238,7 +238,7 @@ def validation_error(error: ValidationError, kind: type[Strict]) -> ApiError:
 
 
 def _own_words(message: str) -> str:
-    """pydantic's message as a clause behind the field: "must be at least 1" for "Input should be at least 1"."""
+    """pydantic's message as a clause after the field: "must be at least 1" for "Input should be at least 1"."""
     message = SUBJECT.sub("must ", message.removeprefix("Value error, ")).partition(", unable to")[0]
     return message.replace(" after validation", "").replace("valid dictionary", "object")
 

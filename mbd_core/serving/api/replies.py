@@ -78,7 +78,7 @@ class Reply:
     Choices are numbered prompt by prompt, `num_choices` for each. `seed` is set if tokens are sampled. `speed` is set
     if the request has a speed: the speed of the chosen point of the model's front. `draft_model` is set if another
     model drafts. `notes` names fields without
-    effect. Arguments `counts` hold the counts of each choice, in order.
+    effect. The methods' argument `counts` has the counts of each choice, in order.
     """
 
     id: str

@@ -51,7 +51,7 @@ class AnswerParts:
 
     streamed       whether the client wants `events()` instead of `whole()`
     logprobs       one writer of log-probabilities per choice, if requested
-    details        reports on tokens beside their text
+    details        the requested fields on tokens, beside their text
     reader         makes a request's reader, if the answers may have calls or thoughts
     echoes         the text before each choice's own text, if any
     frame_texts    the text of each token, if frames are requested
@@ -123,7 +123,7 @@ class ServedAnswer:
         weights: list[tuple[int, int]] = []
         async for step in self._steps:
             i = index[step.request_id]
-            parts = [step] if self._readers[i] is None else step.by_tokens()  # tokens of thoughts are counted
+            parts = [step] if self._readers[i] is None else step.by_tokens()  # to count the tokens of thoughts
             pieces = [self._read(i, part) for part in parts]
             content = "".join(piece.content for piece in pieces)
             on_step(step, content)

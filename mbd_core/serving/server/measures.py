@@ -52,7 +52,7 @@ class RequestMeasures:
     end_to_end: RecentValues = field(default_factory=RecentValues)
 
     def on_loss(self) -> None:
-        """A replica was lost under a choice."""
+        """A choice has lost its replica."""
         self.lost_replicas += 1
 
 
@@ -105,7 +105,7 @@ class RequestWatch:
         self._measures = self._by_model[name]
 
     def on_accepted(self, requests: Sequence[Request]) -> None:
-        """The engines have taken its choices."""
+        """The engines have accepted the request's choices."""
         self._accepted = True
         self._choices = {r.request_id: _Choice() for r in requests}
         self._measures.prompt_tokens += sum(len(r.prompt) for r in requests)
@@ -125,7 +125,7 @@ class RequestWatch:
         self._measures.generation_tokens += count
 
     def on_end(self, request_id: str, reason: FinishReason) -> None:
-        """A choice has ended by itself."""
+        """A choice has ended. With the reason `abort` an administrator has ended it."""
         choice = self._choices.pop(request_id)
         if reason == "abort":
             self._measures.aborted += 1

@@ -19,8 +19,8 @@ class OpenRequest:
     def take_choices(self, num_prompts: int, num_each: int, *, prompt_field: str) -> None:
         """Count the request as `num_each` choices for each of its prompts.
 
-        Raises `FieldError` if the number exceeds a client's limit, and `TooManyRequests` if it exceeds the
-        rest that the client's other requests leave of the limit.
+        Raises `FieldError` if the number exceeds a client's limit, and `TooManyRequests` if the client's other
+        requests leave too little of the limit.
         """
         self._requests.check_choices(self, num_prompts, num_each, prompt_field=prompt_field)
         self.num_choices = num_prompts * num_each

@@ -60,7 +60,7 @@ def score_requests(
 
 
 class PromptScores(ServedAnswer):
-    """The scores of prompts, as a whole answer in the shape of completions."""
+    """The scores of prompts, as one object in the shape of a completion."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class PromptScores(ServedAnswer):
         decode: DecodeTokens,
         **ends: Any,
     ) -> None:
-        """`texts` and `decode` give the text of tokens; `ends` as in `ServedAnswer`."""
+        """`texts` and `decode` give the text of tokens. `ends` are further arguments of `ServedAnswer`."""
         super().__init__(reply, stream, parts, **ends)
         self._api_request, self._token_texts, self._decode = api_request, texts, decode
 

@@ -44,7 +44,7 @@ class TextStep:
     num_forwards: int = 0
 
     def by_tokens(self) -> Iterator["TextStep"]:
-        """The step in parts of one token each, which join to the step; the last part has its end."""
+        """The step in parts of one token each, which join to the step; the last part has the step's end."""
         last = len(self.piece) - 1
         if last < 1:
             yield self
@@ -79,7 +79,7 @@ class TextStream:
         self._source, self._key, self._limit, self._waits = source, key, limit or TimeLimit(None), waits
         self._queue: asyncio.Queue[TextStep | Exception] = asyncio.Queue()
         self._unread_frames = 0
-        num_first = len(requests) if places is None else 1  # the others may wait long for a place
+        num_first = len(requests) if places is None else 1  # further requests may wait long for a place
         self._first: list[asyncio.Future[None]] = [
             asyncio.get_running_loop().create_future() for _ in self.requests[:num_first]
         ]
@@ -103,7 +103,7 @@ class TextStream:
         """Open a stream of requests that the source accepts, all or none.
 
         With `places`, only the first request must be accepted, and the others wait for room. With `waits`, the first
-        waits for room too. Raises the errors of `TokenSource.open`, and `RequestTimedOut`.
+        request waits for room too. Raises the errors of `TokenSource.open`, and `RequestTimedOut`.
         """
         stream = cls(source, requests, texts=texts, key=key, places=places, limit=limit, waits=waits)
         try:

@@ -130,7 +130,7 @@ def _escape(raw: bytes) -> str:
 
 
 def _letters() -> dict[str, int]:
-    """Byte-level BPE's alphabet: a printable Latin-1 byte is its own letter, the other bytes follow from U+0100 on."""
+    """Byte-level BPE's alphabet: a printable Latin-1 byte is its own letter; other bytes have letters from U+0100."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     byte_values = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(byte_values)}

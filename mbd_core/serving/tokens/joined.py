@@ -10,7 +10,7 @@ from mbd_core.decoding.blocks.request import Request, StepOutput
 class JoinedAnswer:
     """The steps of several engine requests as the steps of one request.
 
-    piece  the tokens so far, behind the request's `committed`
+    piece  the tokens so far, after the request's `committed`
     """
 
     def __init__(self, request: Request) -> None:
@@ -23,7 +23,7 @@ class JoinedAnswer:
     def add(self, step: StepOutput) -> StepOutput:
         """A step of the request that runs now, as a part of the whole answer."""
         self.piece += step.piece
-        if step.commits:  # uncommitted tokens of a frame are decoded again elsewhere
+        if step.commits:  # the next request decodes uncommitted tokens again
             self._last, self._closing = step.counts, step.closing
         counts, output, request_id = _sum(self._earlier, step.counts), step.output, self.request.request_id
         if output is not None:

@@ -45,7 +45,7 @@ class ServedModel:
     limits       the limits of one engine
     num_engines  the largest number of engines
     adapter      the LoRA adapter with this name, if the name is an adapter's
-    call_form    the name of the form of its calls, if it is not to be recognised from the chat template
+    call_form    the name of the form of the model's calls; `None`: recognised from the chat template
     may_grow     whether more engines may start; then refused requests wait, up to the capacity of all engines
     """
 
@@ -73,7 +73,7 @@ class ServedModel:
         return decoding_config(self.limits.generation, overrides, block_size=self.limits.block_size)
 
     def edit_note(self, decoding: DecodingConfig) -> str | None:
-        """The note on T2T under a model that was not trained for it."""
+        """The note on T2T for a model that was not trained for T2T."""
         return edit_note(self.name, self.limits.generation, decoding)
 
 

@@ -1,7 +1,7 @@
-"""A budget for the thoughts of an answer: when it is spent, the mark that ends thoughts is put in.
+"""A budget for the thoughts of an answer: when it is spent, the mark that ends thoughts is inserted.
 
 The answer is then two requests of the engine. The first is ended in the middle of its thoughts. The second continues
-behind the mark (`Request.committed`); the prefix cache keeps the keys of the first. So a budget works with each
+after the mark (`Request.committed`); the prefix cache keeps the keys of the first. So a budget works with each
 decoding that can continue after committed tokens.
 """
 

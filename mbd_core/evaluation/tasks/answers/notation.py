@@ -53,7 +53,7 @@ _RAISED = {
     "⁻": "-",
 }
 _LOWERED = {chr(0x2080 + digit): str(digit) for digit in range(10)}
-_LONG_DASH = re.compile(r"(?<![\s({\[=:,$*])\s*\u2014\s*")  # behind a word it divides a sentence
+_LONG_DASH = re.compile(r"(?<![\s({\[=:,$*])\s*\u2014\s*")  # after a word it divides a sentence
 _ROOT = re.compile(r"\u221a\s*(?:\(([^()]*)\)|(\d+|[a-z]))")
 _SPACE = re.compile(r"(?<!\\)\\[,;:!> ]|\\q?quad(?![A-Za-z])|[~\s\u00a0\u2009\u202f\u2006\u2005]")
 THOUSANDS = re.compile(
@@ -71,7 +71,7 @@ _SIZES = re.compile(r"\\(?:left|right|big|Big|bigg|Bigg)[lrm]?(?![A-Za-z])\.?|\\
 
 def plain_notation(text: str) -> str:
     """The text in one notation: ASCII signs and LaTeX's commands, `\\frac{a}{b}`, one kind of space, without sizes of
-    brackets, and without LaTeX's and typography's own marks of thousands."""
+    brackets, and without thousands separators other than ASCII commas."""
     text = _ROMAN_LETTER.sub(r" \1", _SIZES.sub("", ascii_notation(text)))
     text = _SHORT_FRACTION.sub(lambda part: rf"\frac{{{part[1] or part[2]}}}{{{part[3] or part[4]}}}", text)
     return re.sub(r" {2,}", " ", _SPACE.sub(" ", text)).strip()
@@ -79,7 +79,7 @@ def plain_notation(text: str) -> str:
 
 def ascii_notation(text: str) -> str:
     """The text with ASCII signs and LaTeX's commands for other signs, one name for fractions and the empty set, braces
-    under roots, a decimal point for LaTeX's decimal comma, and without typographic marks of thousands."""
+    under roots, a decimal point for LaTeX's decimal comma, and without typographic thousands separators."""
     text = _EMPTY_SET.sub(r"\\emptyset", _FRACTION_NAME.sub(r"\\frac", text if text.isascii() else _ascii(text)))
     return _DECIMAL_COMMA.sub(".", THOUSANDS.sub("", _BARE_ROOT.sub(r"\\sqrt{\1}", text)))
 

@@ -72,7 +72,7 @@ class ProblemOracle:
     limits: Limits
 
     def comparisons(self) -> tuple[Comparison, Comparison]:
-        """The comparison of the base inputs and that of the plus inputs."""
+        """The comparisons of the base inputs and of the plus inputs."""
         first, second = (
             Comparison(
                 dataset=self.problem.dataset,
@@ -136,7 +136,7 @@ def _sending_seconds(out: Value, length: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class PlusVerdict:
-    """Whether a program passes the base inputs, and whether it passes these and the plus inputs."""
+    """Whether a program passes the base inputs, and whether it passes the base and the plus inputs."""
 
     base: bool
     plus: bool
@@ -240,7 +240,7 @@ def _check_dataset(dataset: Dataset, task_id: str) -> None:
 
 
 def _words_and_tests(prompt: str) -> tuple[str, str]:
-    """MBPP+'s prompt is a docstring of the question and, on the last lines, an assertion."""
+    """The question and the tests in MBPP+'s prompt: a docstring whose last lines are an assertion."""
     words, start, tests = prompt.strip().strip('"').strip().partition("\nassert ")
     return words.strip(), (start + tests).strip()
 

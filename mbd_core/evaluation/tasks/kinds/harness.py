@@ -96,7 +96,7 @@ def harness_task(name: str, include: str | None) -> Any:
 
 @contextmanager
 def own_draws() -> Iterator[None]:
-    """Seeds the global generators as the harness does during the block, because some tasks shuffle with them."""
+    """In the block the global random generators have the harness's seeds, because some tasks shuffle with them."""
     state, numpy_state = random.getstate(), np.random.get_state()
     random.seed(RANDOM_SEED)
     np.random.seed(NUMPY_SEED)
@@ -146,7 +146,7 @@ def _plain(value: Any) -> Any:
 
 
 def is_right(metrics: Metrics) -> bool:
-    """Whether an answer has full marks, by the accuracy of the task's first filter, else by its first number."""
+    """Whether an answer has full marks, by the accuracy of the task's first filter, or else by its first number."""
     by_name = next(iter(metrics.values()))
     numbers = [by_name[name] for name in ("acc", "acc_norm") if name in by_name]
     numbers += [value for value in by_name.values() if isinstance(value, int | float)]
