@@ -263,7 +263,8 @@ class Gateway:
             yield answer
 
     async def health(self, request: Request) -> Response:
-        """All fields with a valid key; only `ready`, `asleep` and `draining` without a key."""
+        """All fields if the server has no keys or the request has a valid key, else `ready`, `asleep` and
+        `draining`."""
         whole = self._keys is None or self._keys.has(authorization(request))
         body = await self._health(recent=not whole)
         short: Health = {"ready": body["ready"], "asleep": body["asleep"], "draining": body["draining"]}
@@ -275,15 +276,15 @@ class Gateway:
         for (name, route), replicas in zip(self._routes.items(), states, strict=True):
             ready = route.model.least_replicas == 0 or any(r["ready"] for r in replicas)
             models.append({"name": name, "ready": ready, "replicas": replicas})
-        everybody = [replica for model in models for replica in model["replicas"]]
+        all_replicas = [replica for model in models for replica in model["replicas"]]
         asleep = any(route.standing.asleep for route in self._routes.values())
         return {
             "ready": not (self.server.draining or asleep) and all(model["ready"] for model in models),
             "draining": self.server.draining,
             "asleep": asleep,
             "refused_content": self._refusal,
-            "running": sum(r["running"] for r in everybody),
-            "waiting": sum(r["waiting"] for r in everybody),
+            "running": sum(r["running"] for r in all_replicas),
+            "waiting": sum(r["waiting"] for r in all_replicas),
             "models": models,
         }
 

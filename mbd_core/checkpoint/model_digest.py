@@ -19,8 +19,8 @@ NOT_HASHED = (MANIFEST, "generation_config.json")  # recommendations do not chan
 
 
 def model_digest(folder: Path) -> str:
-    """A hash of the names, sizes and contents of all files but Markdown. Large files are hashed at 64 places, because
-    training changes all places.
+    """A hash of the names, sizes and contents of the files, without Markdown and hidden files. Large files are hashed
+    at 64 places, because training changes all places.
 
     Of `generation_config.json` only the EOS ids and the mask id count, which it decides together with `config.json`. A
     file that stays at its URL counts as if it lay in the folder. Raises `ValueError` if the two files contradict each

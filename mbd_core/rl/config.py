@@ -39,7 +39,7 @@ class RolloutConfig:
     data: Annotated[str | None, Flag(metavar="PATH", opened_by="job")] = None
     """The problems of a task that is not generated: a file of JSON lines, or hub:NAME[:CONFIGURATION[:SPLIT]]."""
     fresh_problems: bool = True
-    """Draw a generated task's problems from a stream that no recipe of training reads. Without this they come from the
+    """Draw a generated task's problems from a stream that no recipe of training reads. Otherwise they come from the
     stream of the seed, on which models were trained."""
     prompt_recipe: Annotated[
         str, Flag(help=f"How the task is asked: {', '.join(PROMPT_RECIPES)}.", metavar="NAME")
@@ -47,7 +47,7 @@ class RolloutConfig:
     prompts: Annotated[int, Ge(1)] = 8
     """Problems of an iteration."""
     group: Annotated[int, Ge(1), Flag(panel=DECODING)] = 8
-    """Answers drawn to each problem, which are compared; 1 for a teacher alone."""
+    """Answers drawn to each problem, which are compared; 1 only with a teacher."""
     part_rows: Annotated[int, Ge(1)] = 32
     """Answers that an engine gets and writes together, in whole groups."""
     temperature: Annotated[float, Gt(0), Flag(panel=DECODING, metavar="T")] = 1.0

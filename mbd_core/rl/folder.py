@@ -8,7 +8,7 @@
     model/                            the model, once all iterations are done
     best/                             the model with the best front of held-out problems until now
 
-Every file is whole or not there: no file grows. The learner's state says where a run is: rollouts of earlier
+Every file is complete or missing: no file grows. The learner's state says where a run is: rollouts of earlier
 iterations have been learned from, and are never read again. Rollouts of later iterations are used if their weights are
 the weights of this state, or older by at most the schedule's lag. Others are removed.
 """
@@ -46,7 +46,7 @@ PartTable = Literal["part", "scores"]
 
 
 def check_run(folder: Folder, recipe: RLRecipe, *, resume: bool) -> None:
-    """Raises `ValueError` unless the folder can be written and has a run with `resume`, or no run and nothing else.
+    """Raises `ValueError` unless the folder can be written and holds a run (with `resume`) or nothing (without).
 
     A run to be resumed must have the settings of `recipe`, no more iterations than `recipe` asks for, and, if it
     has numbers of iterations, its learner's state.
@@ -196,7 +196,7 @@ class RunFolder:
         return [line for line in _lines(self.folder, name) if line["iteration"] < end]
 
     def write_lines(self, name: str, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Write a file of numbers whole."""
+        """Write a complete file of numbers."""
         self.check_ours()
         self.folder.write_text(name, "".join(json.dumps(line) + "\n" for line in lines))
 

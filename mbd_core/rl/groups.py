@@ -37,13 +37,13 @@ class GroupConfig:
     advantages: Annotated[AdvantageRule, Flag(metavar="NAME")] = "decoupled"
     """How a group's rewards become advantages."""
     least_right: Annotated[
-        float | None, Ge(0), Le(1), Flag(default="0.01 where correct is rewarded, beside nothing but tpf; else 0")
+        float | None, Ge(0), Le(1), Flag(default="0.01 if correct is rewarded, alone or with tpf; else 0")
     ] = None
     """A group is kept if its share of right answers is at least this; 0 keeps groups without a right answer."""
     most_right: Annotated[float, Ge(0), Le(1)] = 1.0
     """A group is kept if its share of right answers is at most this; 1 keeps groups that are all right."""
     least_tpf_range: Annotated[
-        float | None, Ge(0), Flag(default="0.01 where tpf is rewarded, beside nothing but correct; else 0")
+        float | None, Ge(0), Flag(default="0.01 if tpf is rewarded, alone or with correct; else 0")
     ] = None
     """A group is kept if its TPF differs by at least this; 0 keeps groups of equal TPF."""
 

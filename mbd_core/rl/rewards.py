@@ -7,10 +7,10 @@ A recipe gives weights to the parts of the reward, which have these names:
     MODULE:NAME           a function of a module beside the run, or of a file (FILE.py:NAME), in processes of its own
     http://, https://     a service that takes {"prompt", "text", "reference", "problem_id"} and answers {"reward": X}
 
-A part gives a finite number, or nothing (`None`) where it does not apply: the other parts count then. A part that
+A part gives a finite number, or nothing (`None`) if it does not apply; then only the other parts count. A part that
 raises, does not answer in time, or gives anything else drops the answer, which has the reason in `failure`; with
-`on_reward_error` stop it ends the run in one sentence (`RewardFailed`). The rollouts lie in the run's folder then, and
-the same run goes on with them.
+`on_reward_error` stop it ends the run in one sentence (`RewardFailed`). The rollouts stay in the run's folder, and the
+resumed run continues with them.
 """
 
 import asyncio

@@ -27,7 +27,7 @@ class PlaceColumns(TypedDict):
 
 
 class RecordColumns(TypedDict, total=False):
-    """Whether the experts that tokens go to are recorded. Decoded tables lack it."""
+    """Whether the experts that tokens go to are recorded. Decoded tables lack this column."""
 
     record_experts: bool
 
@@ -49,7 +49,7 @@ class EngineCountColumns(TypedDict, total=False):
 class RolloutColumns(TypedDict, total=False):
     """The columns that a replay needs beside `steps`, and the version of the weights that decoded every token.
 
-    experts  if they are recorded
+    experts  the experts of the answer's forwards, if they are recorded
     """
 
     version: int
@@ -63,7 +63,7 @@ class RolloutColumns(TypedDict, total=False):
 
 
 class OutputColumns(AnswerColumns, EngineCountColumns, DraftColumns, ReplayColumns, RolloutColumns):
-    """An engine's answer to a rollout."""
+    """An engine's answer for a rollout."""
 
 
 class RolloutRow(AskedRow, OutputColumns, EndColumns):

@@ -24,7 +24,7 @@ from mbd_core.rl.rows import JudgedRow
 
 SHORTEST_PAUSE, FIRST_PAUSE, LONGEST_PAUSE = 0.1, 0.5, 30.0  # seconds
 LOST = 2  # a service is down after this number of answers in a row without a reward within the patience
-BUSY = (408, 425, 429)  # and all from 500 on
+BUSY = (408, 425, 429)  # and every status from 500 on
 FORWARDED = (307, 308)  # redirects that keep the question
 MOST_REDIRECTS = 5
 SHOWN = 200  # characters of a refusal
@@ -69,7 +69,7 @@ class HttpReward:
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._stops = stops
         self._answered_at = 0.0  # when it last gave or refused a reward
-        self._num_given_up = 0  # answers in a row without one
+        self._num_given_up = 0  # answers in a row without a reward
         self._down: str | None = None  # the reason why the service counts as down
 
     async def resolve(self) -> None:
@@ -77,7 +77,7 @@ class HttpReward:
 
     async def judge(self, rows: Sequence[JudgedRow]) -> list[RewardOutcome]:
         """An outcome for each row, with `concurrency` of them asked at a time. Raises `RewardFailed` with `stops` for
-        a row that fails. Once a service answered nothing for the whole patience, the other rows fail at once."""
+        a row that fails. Once the service counts as down (`LOST`), the remaining rows fail at once."""
         outcomes: list[RewardOutcome] = [None] * len(rows)
         places = deque(range(len(rows)))
         self._num_given_up, self._down = 0, None

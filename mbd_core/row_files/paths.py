@@ -12,7 +12,7 @@ from mbd_core.row_files.rows import FORMATS, SUFFIXES, read_file
 
 NOT_ROWS = frozenset(("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "croissant.json"))
 """Files in the folders of data sets that describe them."""
-MOST_NAMES = 6  # of a folder's files in a sentence
+MOST_NAMES = 6  # names of a folder's files that a message lists
 
 NumberedRow = tuple[int, str, dict[str, Any]]
 
@@ -41,7 +41,7 @@ def saved_files(system: Any, folder: str, path: str) -> list[str]:
 def _files(path: str) -> list[str]:
     """The files at a path; a path that is neither a folder nor a pattern is a file."""
     if path.startswith(("http://", "https://")):
-        return [path]  # it lists no folders
+        return [path]  # HTTP lists no folders
     with one_sentence(path):
         system, root = fsspec.core.url_to_fs(path)
         try:

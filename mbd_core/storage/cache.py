@@ -1,8 +1,8 @@
-"""The user's cache on this machine: folders that were fetched or converted, each whole, once for each version.
+"""The user's cache on this machine: complete folders that were fetched or converted, one for each version.
 
 models/KEY/NAME            an entry; KEY stands for the source and its version, so an older version stays beside it
-models/.KEY.partial/NAME   the same, while it is being written
-models/KEY.lock            held by the one process that writes it, while all others wait
+models/.KEY.partial/NAME   an entry that is being written
+models/KEY.lock            held by the process that writes the entry, while other processes wait
 
 An entry's modification time is when it was last asked for.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-WAIT_SECONDS = 15.0  # between the lines of a process that waits for another one
+WAIT_SECONDS = 15.0  # between two lines that a waiting process prints
 
 
 def user_cache(kind: str) -> Path:
@@ -43,7 +43,7 @@ class FolderCache:
     def filled(self, key: str, name: str, fill: Callable[[Path], None], *, resumes: bool = False) -> Path:
         """The folder `name` of an entry. If it is not there, `fill` gets a path and writes the folder there.
 
-        One process of this machine writes it, and the others wait. With `resumes` the path has the files of an
+        One process of this machine writes it, and other processes wait. With `resumes` the path has the files of an
         interrupted call. Raises the errors of `fill`, and `ValueError` if the cache cannot be written.
         """
         target, stage = self.folder(key, name), self.path / f".{key}.partial"
@@ -73,8 +73,8 @@ class FolderCache:
         return target
 
     def forget_unfinished(self, source: str, key: str) -> None:
-        """Remove the unfinished entries of a source's other versions, whose keys begin alike. An entry that is being
-        written stays."""
+        """Remove the unfinished entries of a source's other versions, whose keys begin with `source`. An entry that is
+        being written stays."""
         for stage in self.path.glob(f".{source}-*.partial"):
             other = stage.name.removeprefix(".").removesuffix(".partial")
             if other != key:
@@ -82,7 +82,7 @@ class FolderCache:
                     shutil.rmtree(stage, ignore_errors=True)
 
     def forget_unused(self, *, days: float) -> None:
-        """Remove the entries that nobody has asked for in the last `days` days."""
+        """Remove the entries that no process has asked for in the last `days` days."""
         oldest = time.time() - days * 86400
         for lock in self.path.glob("*.lock"):
             entry = lock.with_suffix("")

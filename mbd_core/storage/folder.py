@@ -29,10 +29,10 @@ JOB_COPY = "working_dir_files"  # the folder of Ray's copies of a submitted job'
 
 
 class GrowingText(Protocol):
-    """A text file that is written line by line. Where lines cannot be appended, `flush` writes it whole."""
+    """A text file that is written line by line. Where lines cannot be appended, `flush` writes the whole file."""
 
     def replace(self, text: str) -> None:
-        """Write the file anew, whole or not at all."""
+        """Write the file anew, completely or not at all."""
 
     def append(self, line: str) -> None: ...
     def flush(self) -> None: ...
@@ -63,7 +63,7 @@ class Mirror(Protocol):
         """Show at the folder's place that a file was written, or removed. Raises `OSError`."""
 
     def close(self) -> None:
-        """Say that the folder is whole."""
+        """Say that the folder is complete."""
 
 
 class FolderClaim(Protocol):
@@ -178,7 +178,8 @@ class Folder:
         return None if content is None else content.decode("utf-8")
 
     def local_file(self, name: str) -> AbstractContextManager[Path]:
-        """A path of this machine at which an existing file can be read: its own path, or a temporary copy's."""
+        """A path of this machine at which an existing file can be read: its own path, or the path of a temporary
+        copy."""
         return self._place.local_file(name)
 
     def fetch(self, cache: Path, *, stubs: Path | None = None) -> Path:
@@ -186,8 +187,8 @@ class Folder:
 
         A local folder is its own path. A remote folder is downloaded to a folder of the same name below `cache`, once
         for each version: sizes, times and checksums of the files, as the storage reports them. Raises `ValueError` if
-        nothing lies at the URL, if the folder is unfinished, or if it changes during the download. The copy is whole
-        or not there.
+        nothing lies at the URL, if the folder is unfinished, or if it changes during the download. The copy is
+        complete or missing.
 
         With `stubs`, another cache, a version that `cache` lacks is downloaded to `stubs`, with stubs in the place of
         its safetensors (`streamed.py`). A server that cannot send parts of files excludes this.
@@ -205,21 +206,21 @@ class Folder:
         self._place.check_target(kind, overwrite=overwrite, in_place=in_place)
 
     def write_bytes(self, name: str, content: bytes) -> None:
-        """Write a file, whole or not at all. Raises `OSError`."""
+        """Write a file, completely or not at all. Raises `OSError`."""
         self._place.write_bytes(name, content)
 
     def write_text(self, name: str, text: str) -> None:
-        """Write a text file, whole or not at all. Raises `OSError`."""
+        """Write a text file, completely or not at all. Raises `OSError`."""
         self.write_bytes(name, text.encode("utf-8"))
 
     def write_file(self, name: str, source: Path) -> None:
-        """Copy a file of this machine here, whole or not at all. Raises `OSError`."""
+        """Copy a file of this machine here, completely or not at all. Raises `OSError`."""
         self._place.write_file(name, source)
 
     def staged_file(self, name: str) -> AbstractContextManager[Path]:
         """A path of this machine at which the body writes a file: beside its place, or to be uploaded.
 
-        The file appears whole if the body succeeds, and not at all if it fails. Raises `OSError`.
+        The complete file appears if the body succeeds, and no file if it fails. Raises `OSError`.
         """
         return self._place.staged_file(name)
 

@@ -1,6 +1,6 @@
 """A folder on remote storage.
 
-Object stores have no rename, and so no moment at which a folder appears whole. A folder is written on this machine and
+Object stores have no rename, so no folder can appear complete at one moment. A folder is written on this machine and
 then uploaded: first an unfinished manifest, which claims the place, then the files, and the manifest last. A folder
 with an unfinished manifest is not read, and may be replaced.
 """
@@ -265,7 +265,7 @@ class RemoteClaim:
 
 
 class RemoteText:
-    """A file that is written whole whenever `flush` is called: object stores cannot append."""
+    """A file that is written completely whenever `flush` is called: object stores cannot append."""
 
     def __init__(self, place: RemotePlace, name: str) -> None:
         self._place, self._name = place, name

@@ -1,6 +1,6 @@
 """Safetensors that stay at their URL: a folder's copy has a stub for each file, and engines read the tensors by range.
 
-A stub lies in the folder of its file, under the file's name with `STUB` behind it. It names the file at the URL, its
+A stub lies in the folder of its file, under the file's name followed by `STUB`. It names the file at the URL, its
 version, and the head with which a safetensors file begins (8 bytes with its length, and JSON), so that shapes and
 dtypes are known without a request.
 """
@@ -24,10 +24,10 @@ from mbd_core.storage.errors import storage_errors
 from mbd_core.storage.remote_files import file_version, open_storage
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-STUB = ".at-url.json"  # behind the file's name
+STUB = ".at-url.json"  # follows the file's name
 LENGTH_BYTES = 8
-MOST_HEAD_BYTES = 10**8  # as safetensors' own limit
-PIECE_BYTES = 16 * 2**20  # of a request, the most that a stream loses when its connection breaks
+MOST_HEAD_BYTES = 10**8  # safetensors' own limit
+PIECE_BYTES = 16 * 2**20  # bytes of a request: the most that a stream loses when its connection breaks
 PAUSES = (1.0, 4.0, 15.0)  # seconds before a range is asked for again
 
 
@@ -36,7 +36,7 @@ def stub_of(path: Path) -> Path:
 
 
 def is_streamed(name: str) -> bool:
-    """Whether a file of a model folder can be read by range. Only weights of the folder itself can, not those of a
+    """Whether a file of a model folder can be read by range. Only weights of the folder itself can, not weights of a
     folder within it."""
     return name.endswith(".safetensors") and "/" not in name
 
@@ -52,7 +52,7 @@ class StreamedFile:
     begin: int
     """The byte at which the tensors begin."""
     tensors: dict[str, Any]
-    """The head: of each tensor its dtype, shape and `data_offsets`, counted from `begin`."""
+    """The head: each tensor's dtype, shape and `data_offsets`, which count from `begin`."""
 
     @classmethod
     def at(cls, path: Path) -> Self | None:
@@ -98,7 +98,7 @@ def _fits(tensor: Mapping[str, Any], most: int) -> bool:
 
 
 class RangeReader:
-    """Reads ranges of a `StreamedFile`, by `NUM_STREAMS` connections however many threads ask.
+    """Reads ranges of a `StreamedFile`, over `NUM_STREAMS` connections, whatever the number of threads that ask.
 
     A range that breaks off is asked for again; ranges that have arrived stay. If the last attempt fails, all ranges
     fail. A reader calls `check_unchanged` at its end: only then are all ranges known to be of one version.

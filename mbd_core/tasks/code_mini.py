@@ -105,7 +105,7 @@ def run(steps: Sequence[ListStep], xs: list[int]) -> Any:
 
 
 def wrong_pipelines(stages: Sequence[Stage]) -> list[list[ListStep]]:
-    """All pipelines with one stage removed or replaced by a near miss."""
+    """All pipelines with one stage (not the last) removed, or with one stage replaced by a near miss."""
     steps = [s.apply for s in stages]
     wrong = [steps[:i] + steps[i + 1 :] for i in range(len(stages) - 1)]
     for i, stage in enumerate(stages):
@@ -116,7 +116,7 @@ def wrong_pipelines(stages: Sequence[Stage]) -> list[list[ListStep]]:
 def checks(stages: Sequence[Stage], key: str) -> list[tuple[list[int], Any]]:
     """At least 6 inputs with their results, such that every wrong pipeline fails on one of them.
 
-    At most 200 inputs are tried, because a wrong pipeline may be equivalent to the right one.
+    At most 200 inputs are tried, because a wrong pipeline may be equivalent to the right pipeline.
     """
     rng = random.Random(key)
     steps, pipelines = [s.apply for s in stages], wrong_pipelines(stages)

@@ -1,16 +1,16 @@
 """ledger-mini: balances of a ledger, page by page, in GSM8K's columns (`question`, `answer` ending in `#### N`).
 
-a=6 b-0 c+7 d-8 e+3 f-2 g~4 ...    a balance begins (`=6`: 66), or goes on (`-0`), modulo 100
+a=6 b-0 c+7 d-8 e+3 f-2 g~4 ...    a balance begins (`=6`: 66) or continues (`-0`), modulo 100
     0 a66 b66 c73 d65 e68 6 f66 g64 ...
     #### 5886
 
-A page is a digit that is carried onto it and five balances. That is a block of 16 tokens under a tokenizer trained on
+A page is a digit carried onto the page, and five balances. That is a block of 16 tokens under a tokenizer trained on
 such rows, and the question is whole blocks. Two things depend on earlier tokens:
 
-- a balance needs the balance before it, so that a block has depth. A chain that begins with `=` needs nothing of the
-  pages before it, so that later blocks have work of their own; `~4` takes its page's digit for its tens.
+- a balance needs the balance before it, so a block has depth. A chain that begins with `=` needs no earlier page, so
+  later blocks have independent work. A chain that begins with `~4` takes its page's digit as its tens digit.
 - the carried digit is the tens digit of the newest balance of at least 50 on the pages before; without such a balance
-  it is 0. A page that is decoded too early finds an older balance, and cannot know that a newer one is yet to come.
+  it is 0. A page that is decoded too early finds an older balance, because the newer balance is not decoded yet.
 
 The answer is the digits carried onto the last four pages. The *key*, the chain of all entries, decides the split.
 """
@@ -22,8 +22,8 @@ from collections.abc import Iterator
 from mbd_core.tasks.split import Split, distinct
 
 LABELS = string.ascii_lowercase + string.ascii_uppercase[:16]
-"""The entries of a problem. Every problem has the same number, so that question and answer are eight and nine blocks
-of 16."""
+"""The labels of a problem's entries. Every problem has all of them, so that its question has eight blocks of 16 tokens
+and its answer nine."""
 PAGE = 5
 """The balances of a page."""
 CARRIED = 50

@@ -29,8 +29,9 @@ class RunMeasures:
     num_other           requests without a Block Buffer, which the other numbers do not cover
     num_forwards        NFE summed over requests, store-only forwards included
     num_accepted        positions that became tokens, also after an EOS
-    num_judged          drafted tokens that a verification judged; it accepted `num_confirmed` of them, in
-                        `num_verifications` judgements of a block's draft
+    num_judged          drafted tokens that verifications judged
+    num_confirmed       drafted tokens that they accepted
+    num_verifications   judgements of a block's draft
     tpf                 num_accepted / num_forwards
     store_only_share    share of forwards that decoded nothing (the bubble)
     active_blocks       ACTIVE slots in a request's forward (Fig. 2 D-E); histogram from 0 to N_buf
@@ -40,7 +41,7 @@ class RunMeasures:
     waiting             number of forwards in which a block was TO_CACHE, its store included; histogram from 0
     num_unfinished      blocks that were never stored: dropped after an EOS, or the trace ended earlier
     token_efficiency    eta = TPF_s / Q_s with Q_s = N_buf * B (paper Section 4.5), `None` without a block size
-    resident_efficiency the same, where Q_s counts only resident blocks: the efficiency of dynamic packing
+    resident_efficiency the same with only resident blocks in Q_s: the efficiency of dynamic packing
     """
 
     name: str

@@ -150,7 +150,7 @@ def replay_side(request: RequestTrace, *, name: str, eos_token_ids: Sequence[int
         history.append(tokens.copy())
         frames.append(slots)
     final = tokens[:stored].ravel()
-    if request.draft_TNB is not None:  # such an answer ends before its last block is stored
+    if request.draft_TNB is not None:  # an answer with drafts ends before its last block is stored
         final = tokens.ravel()[: int(np.cumprod(tokens.ravel() >= 0).sum())]
     end = _end(final, num_prompt, eos_token_ids)
     useful = np.zeros(tokens.size, dtype=bool)
@@ -195,8 +195,7 @@ def _slot(request: RequestTrace, t: int, n: int, previous_tokens: np.ndarray, fi
 
 
 def _verdict(request: RequestTrace, t: int, n: int, new: Sequence[int]) -> DraftVerdict:
-    """The forward's verdict on a slot's draft. Of the tokens that the forward filled, the first are the confirmed
-    tokens."""
+    """The forward's verdict on a slot's draft. The first tokens that the forward filled are the confirmed tokens."""
     assert request.draft_TNB is not None
     judged, confirmed = int(request.judged_TN[t, n]), int(request.confirmed_TN[t, n])
     return DraftVerdict(

@@ -27,7 +27,7 @@ class BoundedValue:
 
 
 def projected_energy(full_LD: Array, block_size: int) -> tuple[float, float]:
-    """Lemma 1: the mean energy of a full refresh's correction inside a block, and m / L of its whole energy.
+    """Lemma 1: the mean energy of a full refresh's correction inside a block, and m / L of its total energy.
 
     The two must be equal. The mean is taken over the blocks that tile the canvas, so each position is in one of them
     with probability m / L. Raises `ValueError` if the blocks do not tile the canvas.

@@ -17,7 +17,7 @@ from research.block_batch.bounds import Array, BlockMovement, BoundedValue, Forw
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Caches in the frame of Eq. 3: z along the anchor, (a, q) in the tangent plane, and the length of the rest.
+    """Caches in the frame of Eq. 3: z along the anchor, (a, q) in the tangent plane, and the length of the remainder.
 
     frame  (3, V): u0, e1, e2, orthonormal; e1 or e2 is zero if the residuals do not span it
     """
@@ -60,7 +60,8 @@ def coordinates(caches_NV: Array, initial_N: Sequence[bool]) -> Coordinates:
 
 
 def dispersion(squared_BB: Array) -> float:
-    """D_t of B branches at one event: the mean of their squared distances over ordered pairs; 0 for a single one."""
+    """D_t of B branches at one event: the mean of their squared distances over ordered pairs; 0 for a single
+    branch."""
     count = len(squared_BB)
     return float(squared_BB.sum() / (count * (count - 1))) if count > 1 else 0.0
 
@@ -117,7 +118,7 @@ class CacheEvent:
     step    number of forwards before this one
     sketch  (C,) float64
     error   distance from the cache of a full forward on the same tokens, `None` if not measured
-    norm    length of the cache as a vector, `None` if the error was not measured
+    norm    the cache's norm as a vector, `None` if the error was not measured
     """
 
     branch: int
@@ -144,7 +145,7 @@ class CacheRun:
 
     @property
     def kinds(self) -> list[ForwardKind]:
-        """The forwards after the first."""
+        """The kinds of the forwards after the first."""
         return ["block" if e.kind == "block" else "refresh" for e in self.events[1:]]
 
 

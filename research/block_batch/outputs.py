@@ -1,4 +1,4 @@
-"""The effect of the block length on the output, each prompt's results, and the checks of the bounds.
+"""The effect of the block length on the output; the results of each prompt; the checks of the bounds.
 
 The outputs of one sample are {block length: generated token ids}; a bifurcation is a position of the canvas, in
 tokens. Sources: the BlockBatch paper, Figures 2 and 4 and Table 5.
@@ -28,10 +28,10 @@ class MeanRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Oracle:
-    """The best block length of every sample, compared with every fixed one.
+    """The best block length of every sample, compared with every fixed block length.
 
     fixed   the mean of each block length
-    oracle  the mean over the samples, each with its most accurate block length (the cheapest of several)
+    oracle  the mean over the samples, each with its most accurate block length (the cheapest of equally accurate ones)
     mixed   the mean of each sample's best accuracy and of its fewest forwards, possibly of different block
             lengths, as in the released script
     chosen  the number of samples for which the oracle takes each block length
@@ -146,7 +146,7 @@ class DecodedPrompt:
 
 @dataclass(frozen=True, kw_only=True)
 class StudiedPrompt:
-    """One prompt: decoded with every block length alone, and with all of them by BlockBatch."""
+    """One prompt: decoded with each block length by itself, and with all block lengths by BlockBatch."""
 
     name: str
     prompt_length: int
@@ -158,7 +158,7 @@ class StudiedPrompt:
 
     @property
     def outputs(self) -> dict[int, list[int]]:
-        """The output of each block length alone."""
+        """The output of each block length by itself."""
         return {n: run.tokens for n, run in self.single.items()}
 
 

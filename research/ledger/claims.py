@@ -35,10 +35,10 @@ RULE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """`first` is higher than `second` in `measure` (fewer forwards for `nfe`), each a recipe.
+    """The claim that recipe `first` is higher than recipe `second` in `measure` (for `nfe`: takes fewer forwards).
 
-    single    `second` decodes by SingleBD; if both are one recipe, the claim is that SingleBD is higher
-    no_loss   `first` is not lower by `MARGIN` points
+    single    whether `second` decodes by SingleBD; if both are the same recipe, the claim is that SingleBD is higher
+    no_loss   whether the claim is only that `first` is not lower by `MARGIN` points
     tau       the threshold of `second`, if it is not `CLAIM_TAU`
     """
 
@@ -120,7 +120,7 @@ CLAIMS: dict[Experiment, tuple[Claim, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class JudgedClaim:
-    """A claim with its measurement under one buffer size.
+    """A claim with its measurement and verdict under one buffer size.
 
     `over_seeds` is the difference with Student's interval over the training seeds. It decides nothing.
     """

@@ -1,4 +1,5 @@
-"""A study's report from its rows alone: the claims with their verdicts, the table of all cells, the AUPs, the plot."""
+"""A study's report, made only from its rows: the claims with their verdicts, the table of all cells, the AUPs, the
+plot."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

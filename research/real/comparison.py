@@ -1,8 +1,7 @@
 """A real model and its own base side by side on one machine: right answers, tokens a forward, tokens a second.
 
-`make real` asks fifty unseen questions, one at a time. The study asks more questions, of more arms, and keeps the
-rows: `python -m research compare --limit 200 --out out/real/compare`. `--report-only` prints the table of kept rows
-again.
+`make real` asks fifty unseen questions, one at a time. The study asks more arms more questions, and keeps the rows:
+`python -m research compare --limit 200 --out out/real/compare`. `--report-only` prints the table of kept rows again.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ MAX_TOKENS = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """A model, how it decodes, and what its engine computes in; `None`: what the comparison says."""
+    """A model, its decoding, and the dtype of its engine; `None` is the comparison's dtype."""
 
     model: str
     decoding: Mapping[str, Any]
@@ -58,7 +57,7 @@ BASE, SINGLE, NAIVE, TRAINED = ARMS
 
 @dataclass(frozen=True, kw_only=True)
 class Answered:
-    """An arm's answer to a question that was asked alone: its tokens, its forwards, the seconds of the request.
+    """An arm's answer to a question, asked without other requests: its tokens, its forwards, the request's seconds.
 
     Published rows lack the texts, because others own them.
     """
@@ -109,7 +108,7 @@ def run(
         dict[str, Any] | None,
         Flag('More arms, as {"control": {"model": "DIR", "decoding": {}, "dtype": "int8"}}.', MODEL, metavar="JSON"),
     ] = None,
-    tau_m2t: Annotated[float | None, Flag("The threshold of all arms.", DECODING, default="each folder's")] = None,
+    tau_m2t: Annotated[float | None, Flag("The threshold of all arms.", DECODING, default="each folder's own")] = None,
     dtype: Annotated[Dtype, Flag("As mbd serve takes it.", ENGINE)] = "auto",
     transformers: Annotated[bool, Flag("Ask the base by transformers' generate, too.", MODEL)] = False,
     llama_cpp: Annotated[
@@ -121,7 +120,7 @@ def run(
     ] = None,
     overwrite: Annotated[bool, Flag("Replace a folder that this command wrote before.", OUTPUT)] = False,
     report_only: Annotated[
-        Path | None, Flag("Ask nothing: the table of the rows in this folder.", OUTPUT, metavar="DIR")
+        Path | None, Flag("Ask nothing; print the table of the rows in this folder.", OUTPUT, metavar="DIR")
     ] = None,
 ) -> None:
     """Asks a real model and its own base the same unseen questions, one at a time, and prints one table.
@@ -177,7 +176,8 @@ def kept_rows(folder: Path) -> list[Answered]:
 
 
 def drawn_questions(limit: int, gsm8k_folder: Path | None, split: Literal["valid", "test"]) -> list[tuple[str, Row]]:
-    """Questions of all tasks in turn. A machine without Debian's package lists has none of `package-fields`."""
+    """Questions of all tasks in turn. A machine without Debian's package lists has no questions of
+    `package-fields`."""
     found: dict[str, Iterator[Row]] = {name: stream(split) for name, stream in streams(gsm8k_folder).items()}
     if shutil.which("apt-cache") is None:
         del found["package-fields"]
@@ -213,7 +213,7 @@ def _ask_engine(llm: LLM, question: str) -> ArmReply:
 
 
 def report(rows: Sequence[Answered]) -> list[str]:
-    """One table and four sentences."""
+    """One table, and four sentences if the rows have all `ARMS`."""
     arms, tasks = list(dict.fromkeys(row.arm for row in rows)), list(dict.fromkeys(row.task for row in rows))
     lines: list[list[Cell]] = []
     for arm in arms:
@@ -242,7 +242,7 @@ def report(rows: Sequence[Answered]) -> list[str]:
 
 
 def _against(first: Sequence[Answered], second: Sequence[Answered], other: str) -> str:
-    """How often only one of two arms is right. Their rows are of the same questions, in the same order."""
+    """How often only one of two arms is right. Both arms' rows have the same questions in the same order."""
     pairs = zip(first, second, strict=True)
     wins, losses = wins_and_losses((str(i), int(a.is_right) - int(b.is_right)) for i, (a, b) in enumerate(pairs))
     return f"{wins} and {other} in {losses} (p {p_text(sign_test(wins, losses), equals='= ')})"

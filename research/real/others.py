@@ -1,4 +1,5 @@
-"""The base in others' engines, for comparison with this project's arms: one request, greedy, on this machine."""
+"""The base in the engines of other projects, for comparison with this project's arms: one request, greedy, on this
+machine."""
 
 import importlib
 from collections.abc import Callable
@@ -65,7 +66,7 @@ def by_llama_cpp(file: Path, *, max_tokens: int) -> Callable[[str], ArmReply]:
     network = Llama(str(file), n_ctx=2048, n_threads=threads, n_threads_batch=threads, verbose=False)
 
     def ask(question: str) -> ArmReply:
-        network.reset()  # no request gets the keys of an earlier one
+        network.reset()  # no request gets the keys of an earlier request
         turns = [{"role": "user", "content": question}]
         reply = network.create_chat_completion(turns, temperature=0.0, repeat_penalty=1.0, max_tokens=max_tokens)
         choice, tokens = reply["choices"][0], reply["usage"]["completion_tokens"]

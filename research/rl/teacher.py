@@ -1,7 +1,7 @@
-"""Learning from the same weights at one slot, beside a reward and beside right solutions: arms, seeds, a report.
+"""Learning from the same weights at one slot, compared with a reward and with right solutions: arms, seeds, report.
 
 `ledger-mbd` is right in 80 % of the answers at one slot and in 60 % at four. It draws answers at four slots; its
-frozen copy reads them block by block, behind finished blocks, and teaches. All arms see the same number of answers, to
+frozen copy reads them block by block, after finished blocks, and teaches. All arms see the same number of answers, to
 problems that no model was trained on.
 """
 
@@ -73,7 +73,7 @@ def run(
     threads: OwnThreads = None,
     report_only: Annotated[bool, Flag("Write the report again, from the rows that are there.", OUTPUT)] = False,
 ) -> None:
-    """Teach ledger-mbd at four slots by itself at one, beside a reward and beside right solutions.
+    """Teach ledger-mbd at four slots by itself at one slot, compared with a reward and with right solutions.
 
     The same command computes what is missing. If it runs twice at once, both share the work.
     """

@@ -51,7 +51,7 @@ def export(
 
 
 def export_checkpoint(folder: Path, start: StartingPoint, checkpoints: Checkpoints, step: int) -> None:
-    """Writes the model of a checkpoint, from its weights alone. Raises as `Checkpoints.load`."""
+    """Writes the model of a checkpoint; only its weights are read. Raises as `Checkpoints.load`."""
     recipe, base = start.recipe, start.base
     model, tokenizer = initial_model(start)
     if recipe.train.lora is not None:

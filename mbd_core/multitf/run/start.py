@@ -118,7 +118,7 @@ class StartingPoint:
         )
 
     def check_written(self, written: Written) -> None:
-        """Raise `ValueError` if the run cannot write an adapter alone."""
+        """Raise `ValueError` if `written` is `adapter` and the run cannot write one."""
         if written == "model":
             return
         recipe, base = self.recipe, self.base

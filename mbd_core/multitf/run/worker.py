@@ -234,7 +234,7 @@ class Run:
             values = self.validation.measure(self.trainer, self.workers)
         except Exception as error:  # a failed validation does not end the run
             if self.workers.size > 1 and not isinstance(error, ValidationFailed):
-                raise  # the others are within an exchange that this worker has left
+                raise  # the other workers are within an exchange that this worker has left
             if log is not None:
                 say(f"validation after step {step} failed: {error_sentence(error)}; the run goes on")
             return time.perf_counter() - start

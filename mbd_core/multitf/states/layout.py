@@ -52,7 +52,7 @@ def systematic_layouts(num_blocks: int, max_group: int) -> list[GroupLayout]:
 
 
 def random_layout(num_blocks: int, max_group: int, rng: random.Random) -> GroupLayout:
-    """A layout of `Lambda_rand`: group sizes uniform on 2..max_group until the blocks are covered, the last one
+    """A layout of `Lambda_rand`: group sizes uniform on 2..max_group until the blocks are covered, the last group
     clipped."""
     _check(num_blocks, max_group)
     sizes: list[int] = []
@@ -67,7 +67,7 @@ def released_random_layout(num_blocks: int, max_group: int, rng: random.Random) 
     """A random layout of the released code: a last group of one block is repaired, then sizes are shuffled.
 
     The repair (for `max_group` >= 3) grows the first group that has room by one block; without such a group it takes a
-    block from a group of at least 3, so that two blocks are left over. The paper has neither step.
+    block from a group of at least 3, so that the last group has two blocks. The paper has neither step.
     """
     sizes = list(random_layout(num_blocks, max_group, rng).sizes)
     if max_group >= 3 and sizes[-1] == 1:
@@ -89,7 +89,7 @@ def one_group_layout(num_blocks: int) -> GroupLayout:
 
 
 def single_block_layout(num_blocks: int) -> GroupLayout:
-    """Teacher forcing as a layout: every block is noisy alone behind a clean prefix (Eq. 2.7)."""
+    """Teacher forcing as a layout: every block is a noise-group of its own, after a clean prefix (Eq. 2.7)."""
     return GroupLayout((1,) * num_blocks)
 
 
@@ -102,7 +102,7 @@ def layout_set(
     kind: Layouts = "systematic",
     random_sizes: RandomSizes = "paper",
 ) -> list[GroupLayout]:
-    """`Lambda = Lambda_sys + Lambda_rand` (Eq. B.2), or random layouts alone; `max_group=1` is plain teacher forcing.
+    """`Lambda = Lambda_sys + Lambda_rand` (Eq. B.2), or only random layouts; `max_group=1` is plain teacher forcing.
 
     `one_group` and `d2f` are one layout, of one noise-group over all blocks; `none` is no layout.
     """
@@ -126,7 +126,7 @@ def _check(num_blocks: int, max_group: int) -> None:
 
 Weighting = Literal["masked_mean", "block_ratio", "nelbo", "self_normalised", "ratio_mean", "label_mean"]
 SAMPLE_MEANS: tuple[Weighting, ...] = ("masked_mean", "block_ratio", "nelbo")
-"""Weights by which each sample counts once; the others pool the labels of a batch."""
+"""Weights by which each sample counts once; other weights pool the labels of a batch."""
 SelfDenoising = Literal["none", "both", "half"]
 
 
@@ -134,10 +134,10 @@ SelfDenoising = Literal["none", "both", "half"]
 class StateConfig:
     """The training states of a run.
 
-    `layouts`         `systematic`: systematic layouts, and `num_random` random layouts beside them; `random`: random
-                      layouts alone; `one_group`: all blocks in one noise-group (App. C.5); `d2f`: native D2F, one
+    `layouts`         `systematic`: systematic layouts, and `num_random` random layouts in addition; `random`: only
+                      random layouts; `one_group`: all blocks in one noise-group (App. C.5); `d2f`: native D2F, one
                       noisy stream without a clean stream, whose blocks begin at the prompt's end and see the whole
-                      prompt; `none`: no noisy stream, the AR loss alone
+                      prompt; `none`: no noisy stream, only the AR loss
     `max_group`       the largest noise-group; 1 is teacher forcing, and the only value for `one_group` and `d2f`
     `num_layouts`     draw this number from the layout set for each sample, an unbiased estimate of Alg. 1's mean over
                       the whole set; `None` takes the whole set
@@ -150,17 +150,18 @@ class StateConfig:
                       `CE / t` (`ratio_mean`), or the mean of CE (`label_mean`)
     `complementary`   a second stream for each noisy stream, which masks exactly the answer's tokens that the first
                       stream shows, so that each token is a label once (Fast-dLLM v2)
-    `half_life_ratio` positions later in a block are masked more often where its ratio is low (`choose_masked`); the
-                      half-life is this share of a block
-    `block_warmup`    pairs (share of the run's updates, block size): up to that share of the updates blocks have this
-                      size instead, and after the last of them `block_size` (`block_warmup`)
-    `labels`          the masked positions, or every position of the answer as DMax trains (`answer_labels`)
+    `half_life_ratio` later positions of a block are masked more often if the block's ratio is low (`choose_masked`);
+                      the half-life is this share of a block
+    `block_warmup`    pairs (share of the run's updates, block size): up to this share of the updates, blocks have this
+                      size; after the last pair they have `block_size` (`block_warmup`)
+    `labels`          the positions with labels: the masked positions, or every position of the answer as DMax trains
+                      (`answer_labels`)
     `self_denoising`  DMax's OPUT (Alg. 2), whose second branch sees the model's own predictions at masked positions:
                       `both` branches of every layout, or each layout in one of them, drawn evenly (`half`)
     `clean`           how clean tokens see each other: in blocks, as most models store their keys, or in order, for
                       models that store their keys by causal rows (Nemotron, TiDAR)
-    `ar_weight`       the weight of the next token's CE on the same answers (`causal_stream`): of an answer's mean
-                      where weights are means of samples, else of each label in the pooled sum
+    `ar_weight`       the weight of the next token's CE on the same answers (`causal_stream`): it weights an answer's
+                      mean if weights are means of samples, else each label in the pooled sum
     """
 
     block_size: Annotated[int, Ge(1)]
@@ -168,7 +169,7 @@ class StateConfig:
     max_group: Annotated[int, Ge(1)] = 1
     """Blocks of the largest noise-group; 1: teacher forcing."""
     num_random: Annotated[int, Ge(0)] = 0
-    """Random layouts beside the systematic ones."""
+    """Random layouts in addition to the systematic layouts."""
     num_layouts: Annotated[int | None, Ge(1)] = None
     """Layouts drawn for each sample from the whole set (default: the whole set)."""
     span: Literal["content", "response"] = "content"
@@ -196,13 +197,13 @@ class StateConfig:
     labels: Literal["masked", "answer"] = "masked"
     """Which positions have labels."""
     self_denoising: SelfDenoising = "none"
-    """DMax's branches with own predictions."""
+    """DMax's branches that see the model's own predictions."""
     complementary: bool = False
     """Each noisy stream a second time with the complement of its masks."""
     half_life_ratio: Annotated[float | None, Gt(0)] = None
     """Mask later positions of a block more often: at ratio 0, twice as often this share of a block later."""
     block_warmup: Annotated[tuple[tuple[float, int], ...], Flag(metavar="[[SHARE,SIZE],...]")] = ()
-    """Block sizes of the run's first updates, each up to a share of them, before block_size."""
+    """Block sizes of the first updates, before block_size; each size lasts up to its share of all updates."""
     clean: Literal["block_causal", "causal"] = "block_causal"
     """How clean tokens see each other: in blocks, or in order, for a model that stores its keys by causal rows."""
     ar_weight: Annotated[float, Ge(0)] = 0.0
@@ -213,7 +214,7 @@ class StateConfig:
             raise ValueError(f"layouts={self.layouts} is one layout: leave max_group at 1 and num_random at 0")
         if not self.fills_masks and (not self.ar_weight or self.labels != "masked" or self.self_denoising != "none"):
             raise ValueError(
-                "layouts=none trains the AR loss alone: give ar_weight above 0; leave labels and self_denoising out"
+                "layouts=none trains only the AR loss: give ar_weight above 0; leave labels and self_denoising out"
             )
         if self.layouts in ("d2f", "none") and (self.complementary or self.block_warmup or self.clean == "causal"):
             raise ValueError(
@@ -247,5 +248,5 @@ class StateConfig:
 
     @property
     def fills_masks(self) -> bool:
-        """Whether there are noisy streams; without any, the AR loss is alone."""
+        """Whether there are noisy streams; without them, there is only the AR loss."""
         return self.layouts != "none"

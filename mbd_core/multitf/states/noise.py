@@ -29,7 +29,7 @@ class NoiseBounds:
     gamma: Annotated[float, Gt(0)] = 2.0
     """The bias of power_law."""
     slots: Annotated[tuple[tuple[float, float], ...], Flag(name="--noise-slots", metavar="[[LOW,HIGH],...]")] = ()
-    """Ranges of slot_ranges, one a slot."""
+    """Ranges of slot_ranges, one for each slot."""
     fitted: FittedNoise | None = None
 
     def __post_init__(self) -> None:
@@ -163,20 +163,21 @@ SCHEDULES: dict[ScheduleName, NoiseSchedule] = {
     "fitted": fitted,
 }
 OF_A_STREAM: tuple[ScheduleName, ...] = ("sample_uniform",)
-"""Schedules that are drawn once for all blocks of a stream; the others once for each noise-group."""
+"""Schedules that are drawn once for all blocks of a stream; other schedules are drawn once for each noise-group."""
 Rounding = Literal["floor", "ceil", "nearest", "bernoulli"]
 
 
 SLACK = 1e-4
-"""The distance from a whole number of positions below which a measured ratio's product is rounded to it."""
+"""The number of positions for a measured ratio is rounded to a whole number that is at most this far away."""
 
 
 def num_masked(ratio: float, num_maskable: int, rounding: Rounding, *, slack: float = 0.0) -> int:
     """Positions to mask of `num_maskable` at `ratio`: `floor` as Alg. 1 line 13, or `ceil`.
 
-    With `floor` and `t_eff < 1` no block is ever fully masked, although decoding starts every block so; `ceil` makes
-    the count uniform on 1..num_maskable for a uniform ratio. Small blocks need `ceil` (research/README.md). A product
-    within `slack` of a whole number counts as that number. `nearest` rounds half to even.
+    With `floor` and `t_eff < 1` no block is ever fully masked, although decoding starts every block fully masked;
+    `ceil` makes the count uniform on 1..num_maskable for a uniform ratio. Small blocks need `ceil`
+    (research/README.md). A product within `slack` of a whole number counts as that number. `nearest` rounds half to
+    even.
     """
     exact = ratio * num_maskable
     if rounding == "nearest":

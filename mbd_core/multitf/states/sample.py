@@ -2,8 +2,8 @@
 
 The paper batches every layout as its own `[x_t; x_0]` (Eq. B.5). Here the n layouts of a sample share its clean
 half, `[x_t^1; ...; x_t^n; x_0]`: the same losses and gradients, the clean half computed once
-(tests/multitf/states/test_multitf.py). Native D2F has one noisy stream alone (`lay_out_d2f`). Short samples may
-share a sequence, one behind the other.
+(tests/multitf/states/test_multitf.py). Native D2F has one noisy stream and no clean half (`lay_out_d2f`). Short
+samples may share a sequence, one after the other.
 
 Shape legend: S training sequences, L tokens of the longest.
 """
@@ -99,7 +99,7 @@ def build_batch(
     together: Together | None = None,
 ) -> MultiTFBatch:
     """Draws layouts and noise for each example, and lays out its noisy streams before the visible part of its clean
-    stream, and the causal stream of an AR loss behind both.
+    stream, and the causal stream of an AR loss after both.
 
     Each example has a generator of its own in `rngs`, so its draws do not depend on its neighbours in the batch.
     `shift`: the model's logits at a position predict the next position's token. `together`: the samples that share a
@@ -218,7 +218,8 @@ def _add_noisy(
     """Adds an answer's noisy streams. `clean_at` is the clean stream's first place, for shifted logits."""
     size, length = config.block_size, len(example.tokens)
     num_blocks, start = length // size, first_block * size
-    unit = size if config.clean == "causal" else 1  # of blocks' numbers: clean tokens are then blocks of one
+    # the step of block numbers: with causal clean tokens, each clean token is a block
+    unit = size if config.clean == "causal" else 1
     for number, (layout, noisy) in enumerate(streams, start=max(row["stream"], default=0) + 1):
         start_of_row = len(row["input_ids"])
         starts = layout.first_blocks()
@@ -251,7 +252,7 @@ def _add_noisy(
 def without_unseen(row: SequenceColumns) -> SequenceColumns:
     """The sequence without the clean blocks at its end that no noisy token sees: neither loss nor gradient needs them.
 
-    These are the blocks from the first block of the last noise-group on, in all layouts, and behind the clean stream's
+    These are the blocks from the first block of the last noise-group on, in all layouts, and after the clean stream's
     last label. They see no noisy token.
     """
     noisy = sum(1 for stream in row["stream"] if stream > 0)
@@ -322,8 +323,8 @@ def _weights(
 ) -> list[float]:
     """Each label's part of the loss's numerator; `loss.denominator` is the other part of the definition.
 
-    `SAMPLE_MEANS` are means over a sample's streams, of `num_tokens` tokens of the answer each. The others pool the
-    labels of all streams.
+    The weights of `SAMPLE_MEANS` are means over a sample's streams, each with `num_tokens` tokens of the answer. Other
+    weights pool the labels of all streams.
     """
     has_label = [label != IGNORE for label in labels]
     if config.weighting == "masked_mean":

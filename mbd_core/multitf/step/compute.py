@@ -26,7 +26,7 @@ def compute_precision(precision: Precision, device: torch.device) -> Literal["fl
 # `torch.compile` of a model in training: one compiled layer, which all layers of a kind share.
 #
 # A layer is one graph. In a layer with experts the projections and the shared expert are one graph each, because no
-# trace knows the choice of experts. The last layer, whose MLP has the predicted tokens alone, is one graph more.
+# trace knows the choice of experts. The last layer, whose MLP computes only the predicted tokens, is another graph.
 # Lengths differ from batch to batch, so sizes are symbols from the first compilation on, and a new length compiles
 # nothing. The remaining variants are few: one sample at once or several, a forward with gradients or without
 # (roll-outs, teachers), a layer with an adapter switched off.

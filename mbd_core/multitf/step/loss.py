@@ -64,9 +64,9 @@ def multitf_loss(
 ) -> LossAndSums:
     """The weighted CE over `divisor`, by default the number of samples.
 
-    The last layer's MLP and the LM head run on labelled positions only, the head in pieces where their logits are
-    large; a batch without any label gives a zero loss. `rolls_out` adds a roll-out, by default where the batch has
-    positions for it. Workers with parts of one model must all do the same, because each forward gathers weights.
+    The last layer's MLP and the LM head run on labelled positions only, the head in pieces if their logits are large;
+    a batch without any label gives a zero loss. `rolls_out` adds a roll-out, by default if the batch has positions for
+    it. Workers with parts of one model must all do the same, because each forward gathers weights.
     """
     if bool(batch.rollout.any()) if rolls_out is None else rolls_out:
         batch = roll_out(model, batch, attention=attention)
@@ -105,8 +105,8 @@ def distillation_loss(
 ) -> LossAndSums:
     """D2F's asymmetric distillation (Eq. 3): the weighted KL divergence of student and teacher at masked positions.
 
-    The teacher is the network within `as_teacher` (its adapter off), without gradients: it sees the same noisy
-    sequence whole, the student under the batch's mask.
+    The teacher is the network within `as_teacher` (its adapter off), without gradients: it attends to the whole noisy
+    sequence, the student under the batch's mask.
     """
     with torch.no_grad(), as_teacher():
         teacher_hidden = states_of_labels(model, batch, attention, whole=True).hidden
@@ -183,7 +183,7 @@ def states_of_labels(
 
 
 def wide_logits(logits: Tensor) -> Tensor:
-    """At least float32: bfloat16 logits are no ground for a loss."""
+    """The logits in at least float32: a loss of bfloat16 logits would be too inexact."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
 

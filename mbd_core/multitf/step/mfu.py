@@ -4,7 +4,7 @@ MFU is operations that the model asks for, over seconds, over the peak of all wo
 that see each other count; further pairs of a dense mask do not. The backward pass counts twice the forward. With
 frozen matrices it counts as much as the forward (under LoRA the adapter's own operations are left out). Layers that
 the backward pass computes again do not count twice. A roll-out or a teacher is one more forward. The last layer's MLP
-and the head have the predicted tokens alone.
+and the head compute only the predicted tokens.
 """
 
 import re

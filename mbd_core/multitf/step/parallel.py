@@ -5,8 +5,8 @@
     experts     whole experts, some on each worker (`expert`), or a part of each expert's width (`width`)
     the rest    whole on each worker: embeddings, norms, router, head
 
-All tensors are DTensors, whole ones too, so that FSDP2 (`sharding.py`) cuts every tensor once more among the groups of
-such workers, and checkpoints know each part's place. The residual stream is whole on each worker: the workers'
+All tensors are DTensors, whole ones too, so that FSDP2 (`sharding.py`) shards every tensor once more over the groups
+of these workers, and checkpoints know each part's place. The residual stream is whole on each worker: the workers'
 outputs are summed after the attention and after the MLP, and in the backward pass the gradients of their inputs.
 
 Shape legend: T tokens, K experts a token, D hidden, E experts on this worker, F expert width on this worker.
@@ -54,16 +54,16 @@ def check_divides(config: ModelConfig, size: int, experts: ExpertsCut) -> None:
 
 
 def cut_dim(name: str, experts: ExpertsCut) -> int | None:
-    """The dimension along which the decoder's tensor `name` is cut, `None` if every worker of a group holds it
+    """The dimension along which the decoder's tensor `name` is sharded, `None` if every worker of a group holds it
     whole."""
     is_stacked = name.endswith(("experts.gate_proj", "experts.up_proj", "experts.down_proj"))
     return 0 if is_stacked and experts == "expert" else split_dim(name)
 
 
 def parallelize(model: Decoder, mesh: DeviceMesh, experts: ExpertsCut) -> None:
-    """Cuts the model's layers among the workers of `mesh`, which has one dimension. Every worker calls it.
+    """Shards the model's layers over the workers of `mesh`, which has one dimension. Every worker calls it.
 
-    A model with values must have the same values on each. Raises `ValueError` as `check_divides` does.
+    A model with values must have the same values on each worker. Raises `ValueError` as `check_divides` does.
     """
     check_divides(model.config, mesh.size(), experts)
     for layer in model.model.layers:
@@ -93,7 +93,7 @@ def _layer_plan(layer: DecoderLayer, experts: ExpertsCut) -> dict[str, ParallelS
 
 
 class _WholeStyle(ParallelStyle):
-    """A module with whole weights on each worker. Its input is the same on all workers, or cut by `layout`."""
+    """A module with whole weights on each worker. Its input is the same on all workers, or sharded by `layout`."""
 
     def __init__(self, layout: Placement | None = None) -> None:
         self.layout = layout or Replicate()

@@ -1,4 +1,4 @@
-"""Weights, gradients and optimizer states cut among the workers: FSDP2 (`fully_shard`), layer by layer.
+"""Weights, gradients and optimizer states sharded over the workers: FSDP2 (`fully_shard`), layer by layer.
 
 Each worker keeps its part of every tensor, in float32. A layer's whole weights exist while it computes, gathered in
 the precision of the run, and its gradients are summed in float32 into the parts. Tensors outside the layers
@@ -31,11 +31,11 @@ def shard_model(
     tensor_parallel: int = 1,
     cut_experts: ExpertsCut = "expert",
 ) -> None:
-    """Cuts the model among the workers of the default process group; `objective` is the module that a step calls.
+    """Shards the model over the workers of the default process group; `objective` is the module that a step calls.
 
-    `tensor_parallel` successive workers share every layer, and each one's part is cut further among such groups. A
-    model on a CPU moves to `device` layer by layer. A model on the meta device gets memory for its parts, without
-    values.
+    `tensor_parallel` successive workers share every layer, and each worker's part is sharded further over the groups
+    of such workers. A model on a CPU moves to `device` layer by layer. A model on the meta device gets memory for its
+    parts, without values.
     """
     if tensor_parallel > 1:
         groups = (world_size // tensor_parallel, tensor_parallel)
@@ -58,17 +58,17 @@ def shard_model(
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """This worker's part of a tensor, or all of it if it is not cut."""
+    """This worker's part of a tensor, or all of it if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor that may be cut. Every worker must call it."""
+    """All of a tensor that may be sharded. Every worker must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def cut_like(tensor: Tensor, other: Tensor) -> Tensor:
-    """A whole tensor, the same on every worker, cut like `other`; no data is sent."""
+    """A whole tensor, the same on every worker, sharded like `other`; no data is sent."""
     if not isinstance(other, DTensor):
         return tensor
     return distribute_tensor(tensor, other.device_mesh, other.placements, src_data_rank=None)

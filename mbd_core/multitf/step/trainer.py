@@ -1,6 +1,6 @@
 """The training loop's one step, without any launcher: batch, loss, gradients, update.
 
-A step's samples, their noise and an adapter's dropout depend on (seed, step) alone. So a resumed run repeats the lost
+A step's samples, their noise and an adapter's dropout depend only on (seed, step). So a resumed run repeats the lost
 steps exactly, and any number of workers trains on the same global batch.
 """
 
@@ -176,7 +176,7 @@ class Updater:
             ]
 
     def _autocast(self) -> AbstractContextManager[None]:
-        """Sharded weights are gathered in bfloat16 already; whole ones are cast in their products."""
+        """Sharded weights are gathered in bfloat16 already; replicated weights are cast in their products."""
         is_enabled = self.precision == "bfloat16" and not self.is_sharded
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=is_enabled)
 
@@ -201,8 +201,8 @@ class Updater:
 class Trainer(Updater):
     """MultiTF on samples: each update's batch, its noise, its loss.
 
-    `mean` must average a tensor over several workers. `teacher` is a model of its own, if `config.teacher` names one.
-    The rest is as in `Updater`.
+    `mean` must average a tensor over several workers. `teacher` is a separate model, if `config.teacher` names a
+    model. The rest is as in `Updater`.
     """
 
     def __init__(
@@ -321,7 +321,7 @@ class Trainer(Updater):
         return flops / 1e12
 
     def _divisor(self, batch: MultiTFBatch) -> Tensor | float:
-        """The mean over the workers of their losses' divisors; at least 1 label's worth, so never 0.
+        """The mean over the workers of their losses' divisors, never 0.
 
         Every worker calls `mean`, even without labels.
         """
@@ -333,7 +333,7 @@ class Trainer(Updater):
 
 
 def checkpoint_layers(model: Decoder) -> None:
-    """Makes every layer keep its input alone for the backward pass, which computes the rest again."""
+    """Makes every layer keep only its input for the backward pass, which computes the rest again."""
 
     def recompute(forward: Callable[..., Any], *args: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False) if torch.is_grad_enabled() else forward(*args)

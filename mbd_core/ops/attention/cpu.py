@@ -50,8 +50,9 @@ class Bundle:
     """Sequences attended in one call. A sequence with fewer queries than the others repeats its last query.
 
     kv_lens_GQ  the end of each query's visible keys, at most `num_keys`; with a window they begin at `first_keys_GQ`
-    hidden_GQ2  the first key that a gap hides from each query, and the key behind the last; `None`: no key is hidden
-    whole       the bundle holds all tokens of the batch in their order, so that no queries are gathered
+    hidden_GQ2  the first key that a gap hides from each query, and the first key after the gap; `None`: no key is
+                hidden
+    whole       whether the bundle holds all tokens of the batch in their order, so that no queries are gathered
     first_page  set if the bundle is one sequence whose pages are consecutive: its keys are a view that begins here
     """
 

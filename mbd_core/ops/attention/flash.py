@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from mbd_core.ops.attention.definition import BoundAttention, RowLayout
 
 FlashKernel = Callable[[RowLayout], BoundAttention]
-"""A function from `RowLayout.for_kernels` to its attention, which computes the layers' common part."""
+"""A function from `RowLayout.for_kernels` to its attention; it computes once the part that all layers share."""
 
 
 class UniformKernel(Protocol):

@@ -6,7 +6,7 @@ sequence, times the query heads that share the key head, up to `_MOST_ROWS`. Eac
 slots too, and with a window its own first key. So the keys of a prefix are read once for all rows, and keys before
 every row's window are not read. A second kernel joins the splits by their log-sum-exp.
 
-The number of splits depends on the number of programs alone. The device computes each split's keys from the keys that
+The number of splits depends only on the number of programs. The device computes each split's keys from the keys that
 some row sees, so a captured step splits short and long sequences evenly. Splits without keys end at once. Nothing is
 read on the host.
 
@@ -31,7 +31,7 @@ from mbd_core.ops.launch import Kernel, launch, power_of_two
 
 _MOST_ROWS = 128  # queries times heads that a program holds: more would not fit into its registers
 _EXACT_ROWS = 64  # the same for `exact` layouts, whatever else is in the batch
-_PROGRAMS = 132  # one for each multiprocessor of an H100: two of the largest do not fit
+_PROGRAMS = 132  # one for each multiprocessor of an H100, on which two of the largest programs do not fit
 # stages of the loop over keys: page numbers, then keys and values; with fewer than 5 no load runs ahead of a product
 _STAGES = 5
 _WIDE_STAGES = 2  # the same of heads above 256 channels: more would not fit into shared memory
@@ -159,7 +159,7 @@ def _join_kernel(
     channel = tl.arange(0, BLOCK_C)
     lse = tl.load(lse_ptr + split * num_out + place, mask=split < SPLITS, other=float("-inf"))
     weight = tl.exp2(lse - tl.max(lse, 0))
-    used = (lse != float("-inf"))[:, None] & (channel < C)[None, :]  # the others have not been written
+    used = (lse != float("-inf"))[:, None] & (channel < C)[None, :]  # other splits have not been written
     part = tl.load(parts_ptr + (split * num_out + place)[:, None] * C + channel[None, :], mask=used, other=0.0)
     out = tl.sum(part * weight[:, None], 0) / tl.sum(weight, 0)
     tl.store(out_ptr + place * C + channel, out.to(out_ptr.dtype.element_ty), mask=channel < C)
@@ -217,10 +217,10 @@ def split_attention(q_THC: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLa
 
 def bind(rows: RowLayout) -> BoundAttention:
     """`split_attention` of one layout."""
-    # of a layout with causal rows, a window or gaps, from the first layer on: the number of keys and
-    lens: list[Tensor] = []
+    # The first layer fills these lists for a layout with causal rows, a window or gaps.
+    lens: list[Tensor] = []  # the number of keys of each token
     first_keys: list[Tensor] = []  # with a window the first key of each token
-    hidden: list[Tensor] = []  # with gaps the first hidden key of each token, and the key behind the last
+    hidden: list[Tensor] = []  # with gaps the first hidden key of each token, and the first key after the gap
     if (rows.window is not None or rows.gap_R is not None) and rows.causal_R is None:
         rows = replace(rows, causal_R=torch.zeros_like(rows.kv_lens_R, dtype=torch.bool))
 

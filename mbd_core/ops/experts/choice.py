@@ -24,7 +24,7 @@ from mbd_core.ops.layer.residual_norm import sum_experts
 def sort_by_expert(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """Assignments sorted by expert (A,), and the end of each expert's assignments (E,), int32; no host reads.
 
-    Assignments to the sentinel E, which is no expert, stand last, behind all ends.
+    Assignments to the sentinel E, which is no expert, stand last, after all ends.
     """
     sorted_A, order_A = ids_TK.flatten().sort(stable=True)
     every_E = torch.arange(num_experts, device=ids_TK.device, dtype=sorted_A.dtype)
@@ -63,7 +63,7 @@ def loop_experts(
     act: Callable[[Tensor], Tensor] = F.silu,
 ) -> Tensor:
     """Each token's weighted sum over its experts' SwiGLU, `down(silu(gate x) * up x)`: (T, D) in the dtype of `x_TD`.
-    `act` stands in silu's place.
+    `act` replaces silu.
 
     `ids_TK` (integer) names a token's experts, `weights_TK` their weights. An expert's output is weighted and summed
     in float32 and the sum is cast once. An expert that no token chose costs nothing. A token whose ids are all E has

@@ -2,8 +2,8 @@
 """A layer's assignments sorted by expert and cut into tiles, as one Triton kernel without a sort.
 
 An assignment's place is the number of assignments before it, found by counting. A decoding step has few assignments,
-so counting is less work than a sort, and needs one launch. Some programs place assignments; the others count every
-expert's and find the tiles. `choice.sort_by_expert` defines the order.
+so counting is less work than a sort, and needs one launch. Some programs place assignments; the other programs count
+every expert's assignments and find the tiles. `choice.sort_by_expert` defines the order.
 
 Shape legend: T tokens, K experts a token, A = T * K assignments, E experts, N tiles.
 """
@@ -50,13 +50,13 @@ def _tiles_kernel(
     CHUNK: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """The first `placing` programs: BLOCK assignments' places. The others: BLOCK tiles."""
+    """Each of the first `placing` programs finds the places of BLOCK assignments, each other program BLOCK tiles."""
     program = tl.program_id(0)
     step = tl.arange(0, CHUNK)
     if program < placing:
         mine = program * BLOCK + tl.arange(0, BLOCK)
         expert = tl.load(ids_ptr + mine, mask=mine < A, other=0).to(tl.int32)
-        rank = tl.zeros((BLOCK, CHUNK), tl.int32)  # summed once, behind the loop: a sum takes all threads
+        rank = tl.zeros((BLOCK, CHUNK), tl.int32)  # summed once, after the loop: a sum takes all threads
         for start in range(0, A, CHUNK):
             other = start + step
             their = tl.load(ids_ptr + other, mask=other < A, other=2147483647).to(tl.int32)

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="import-not-found, no-untyped-def"
-"""The residual stream as one Triton kernel: a layer's terms, the experts' sum included, and the norm behind them.
+"""The residual stream as one Triton kernel: a layer's terms, the experts' sum included, and the norm after them.
 
 Values are rounded to the dtype of the stream three times, as with `RMSNorm`: the sum, the normed sum, and its product
 with the gain.

@@ -1,4 +1,4 @@
-"""From the turns of a request of `/v1/messages` to the messages of a chat."""
+"""Turns of a request of `/v1/messages` become messages of a chat."""
 
 import json
 from collections.abc import Sequence

@@ -70,8 +70,8 @@ class GenerationRequest(StructuredFields, OtherGenerationFields):
     model: str
     """the name of a served model or of an adapter; 404 for another"""
     max_tokens: PositiveInt | None = None
-    """tokens of the answer without its EOS; default: what fits, at most the `max_new_tokens` of the model's
-    `generation_config.json`, else 256. A number that does not fit is refused (`context_length_exceeded`). Positions
+    """tokens of the answer without its EOS; default: the `max_new_tokens` of the model's `generation_config.json`, or
+    256 without it, but at most what fits. A number that does not fit is refused (`context_length_exceeded`). Positions
     after the last token are not decoded, so a smaller number may give a different text, not only a shorter one"""
     stream: bool | None = None
     """the answer as server-sent events; default `false`"""
@@ -322,7 +322,7 @@ class CompletionRequest(GenerationRequest, OtherCompletionFields):
         if self.logprobs not in (0, 1):
             raise FieldError("logprobs", "echo takes 0 or 1", value=self.logprobs, remedy="give 1")
         if self.max_tokens not in (0, 1):
-            raise FieldError("max_tokens", "echo with logprobs scores the prompt, and takes 0 or 1 tokens behind it")
+            raise FieldError("max_tokens", "echo with logprobs scores the prompt, and takes 0 or 1 tokens after it")
         sampling = self.samplings(0)[0]
         changes = [name for name in ("logit_bias", *PENALTIES) if getattr(sampling, name) != getattr(Sampling, name)]
         names = ("decoding", "speed", "stop", "template", "stream", "return_step_map", "min_tokens", "stop_token_ids")
@@ -383,10 +383,10 @@ class ChatRequest(GenerationRequest, OtherChatFields, ToolFields, TemplateFields
     top_logprobs: NumTops | None = None
     """number of likeliest tokens beside each token; only with `logprobs`"""
     thinking_token_budget: Annotated[int, Field(ge=-1)] | None = None
-    """the answer may think for this number of tokens, then the mark that ends thoughts is put in, with
-    log-probability 0. Where these tokens end within a character, up to three further tokens complete it. Default and
-    -1: `max_tokens` alone bounds thoughts, as it does if it leaves no room behind them. Not beside
-    `return_step_map`. No effect on a canvas and under a template without thoughts, and `mbd.notes` then says so"""
+    """the answer may think for this number of tokens, then the mark that ends thoughts is put in, with log-probability
+    0. If these tokens end within a character, up to three further tokens complete it. Default and -1: only
+    `max_tokens` limits thoughts; so too if `max_tokens` leaves no room after them. Not beside `return_step_map`. No
+    effect on a canvas and under a template without thoughts, and `mbd.notes` then says so"""
     verbosity: Annotated[
         Verbosity | None,
         Ignored("ask for the length in a message, or bound it by max_tokens", silent=("medium",)),

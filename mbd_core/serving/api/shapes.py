@@ -129,7 +129,7 @@ class Measures(TypedDict):
     num_drafted_tokens: int
     """drafted tokens that a verification judged (`linear_spec`, `verify`)"""
     num_confirmed_tokens: int
-    """the number of these that it accepted"""
+    """the number of these that verifications accepted"""
     num_positions: int
     """positions that these forwards computed for it: its resident blocks, and a judgement's copies of masks"""
     num_preemptions: int
@@ -310,7 +310,7 @@ class SlotFields(TypedDict):
     judged: NotRequired[int]
     """with `verify`: number of drafted tokens that the forward judged"""
     confirmed: NotRequired[list[int]]
-    """with `verify`: offsets of the tokens that it accepted of these"""
+    """with `verify`: offsets of the judged tokens that it accepted"""
     refused: NotRequired[list[int]]
     """with `verify`: offsets where it refused the draft and put its own token"""
 

@@ -69,7 +69,7 @@ class MessageBuilder:
     A block is open until another begins or the answer ends. The tokens of one step that belong to one block are one
     event.
 
-    message  the message so far; whole after `end()`
+    message  the message so far; complete after `end()`
     """
 
     def __init__(self, model: str, *, shows_thoughts: bool = True) -> None:
@@ -126,8 +126,8 @@ class MessageBuilder:
                 "thinking", delta["reasoning"], {"type": "thinking", "thinking": "", "signature": ""}
             )
         calls = delta.get("tool_calls", ())
-        is_behind_calls = any(block["type"] == "tool_use" for block in self.message["content"])
-        if delta.get("content") and not is_behind_calls:
+        is_after_calls = any(block["type"] == "tool_use" for block in self.message["content"])
+        if delta.get("content") and not is_after_calls:
             yield from self._grow("text", delta["content"], {"type": "text", "text": ""})
         for call in calls:
             function = call["function"]
@@ -135,7 +135,7 @@ class MessageBuilder:
                 use_id = f"toolu_{call['id'].removeprefix('call_')}"
                 yield from self._begin({"type": "tool_use", "id": use_id, "name": function["name"], "input": {}})
             self._text += function["arguments"]
-        if delta.get("content") and is_behind_calls:
+        if delta.get("content") and is_after_calls:
             yield from self._grow("text", delta["content"], {"type": "text", "text": ""})
 
     def _grow(self, kind: BlockKind, text: str, new: AnswerBlock) -> Iterator[dict[str, Any]]:

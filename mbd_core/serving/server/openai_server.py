@@ -63,7 +63,7 @@ class OpenAIServer:
         request_seconds  time limit of an answer, from the arrival of the whole body
         client_requests  most open choices of a client
         body_prompts     most prompts of a body
-        measures         gets every request
+        measures         counts every request
         """
         self._models, self._request_seconds, self._body_prompts = dict(models), request_seconds, body_prompts
         self._log = log or logging.getLogger(__name__)

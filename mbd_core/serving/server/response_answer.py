@@ -49,7 +49,7 @@ class ResponseAnswer:
 
 
 class _Events:
-    """From a chat's chunks to events; an item is open until another begins or the answer ends."""
+    """Turns a chat's chunks into events; an item is open until another begins or the answer ends."""
 
     def __init__(self, response: Response) -> None:
         self._response, self._suffix = response, response["id"].removeprefix("resp_")

@@ -1,4 +1,5 @@
-"""From committed tokens to text, as they come: characters split over tokens, and stop strings."""
+"""Turns committed tokens into text as they come; characters may be split over tokens, and stop strings end the
+text."""
 
 from collections.abc import Callable, Sequence
 
@@ -62,7 +63,7 @@ class _Stop:
             self._shorter[i] = self.next(self._shorter[i - 1], text[i])
 
     def next(self, length: int, letter: str) -> int:
-        """The state after one more character; `length` is less than the whole."""
+        """The state after one more character; `length` is less than the stop string's length."""
         while length and self.text[length] != letter:
             length = self._shorter[length - 1]
         return length + (self.text[length] == letter)
@@ -162,7 +163,7 @@ class _ThoughtsText:
         self._place = "thoughts" if thoughts.is_open else "beginning"  # or "answer"
 
     def push(self, delta: str) -> tuple[str, str]:
-        """The text up to the thoughts' end, and the text behind it, as far as they are certain."""
+        """The text up to the thoughts' end, and the text after it, as far as they are certain."""
         text, self._held = self._held + delta, ""
         if self._place == "beginning":
             bare = text.lstrip()

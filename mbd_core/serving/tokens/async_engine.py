@@ -1,4 +1,4 @@
-"""The engine behind asyncio: one task steps it in a worker thread; requests enter and leave between steps."""
+"""The engine for coroutines: one task steps it in a worker thread; requests enter and leave between steps."""
 
 import asyncio
 import time
@@ -90,10 +90,10 @@ class _Turn:
 class AsyncEngine:
     """Continuous batching for coroutines. All methods belong to one event loop; only `_turn` touches the engine.
 
-    Beside the running requests at most `max_waiting` requests wait; above this number only clients below their share
-    may add requests (`has_room`). Waiting clients take turns, and so do the groups of each client (`FairQueue`). The
-    engine itself gets at most one request more than it has rows. If several clients have asked recently, half of the
-    rows is reserved for clients below an equal share, so that one client's many long answers do not delay another
+    At most `max_waiting` requests wait in addition to the running requests. Above this number only clients below their
+    share may add requests (`has_room`). Waiting clients take turns, and so do the groups of each client (`FairQueue`).
+    The engine itself gets at most one request more than it has rows. If several clients have asked recently, half of
+    the rows is reserved for clients below an equal share, so that one client's many long answers do not delay another
     client.
     """
 
@@ -257,7 +257,8 @@ class AsyncEngine:
         return visit
 
     def _turn(self, visit: _Visit) -> _Turn:
-        """In the worker thread: abort the withdrawn requests, add the submitted ones, make the calls, one step."""
+        """In the worker thread: abort the withdrawn requests, add the submitted requests, make the calls, and run one
+        step."""
         engine = self._engine
         for request_id in visit.withdrawn:
             engine.abort(request_id)

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 class FairQueue(Generic[T]):
     """A queue whose keys are paths: a client, one of its requests, and so on. At each level the branches take turns:
-    after its turn a branch moves behind the others, and an empty branch loses its place."""
+    after its turn a branch moves to the end, and an empty branch loses its place."""
 
     def __init__(self) -> None:
         self._items: deque[T] = deque()  # items of the empty path
@@ -23,7 +23,7 @@ class FairQueue(Generic[T]):
         return len(self._items) + sum(map(len, self._branches.values()))
 
     def push(self, key: Sequence[str], item: T) -> None:
-        """Adds an item behind the other items of its key."""
+        """Adds an item after the other items of its key."""
         if key:
             self._branches.setdefault(key[0], FairQueue()).push(key[1:], item)
         else:
@@ -53,7 +53,7 @@ class FairQueue(Generic[T]):
         return self.pop()
 
     def remove(self, key: Sequence[str], item: T) -> None:
-        """Take a waiting item out of the middle."""
+        """Remove a waiting item from its place."""
         if not key:
             self._items.remove(item)
             return
@@ -68,10 +68,11 @@ class FairQueue(Generic[T]):
 
 
 class FairTurns:
-    """At most `number` coroutines have a turn at once, each for at most `seconds`; others wait in a `FairQueue`.
+    """At most `number` coroutines have a turn at once, each for at most `seconds`; other coroutines wait in a
+    `FairQueue`.
 
-    After `seconds` a coroutine keeps running, but the next coroutine gets its turn, so that work which waits for
-    something else delays nobody. All methods belong to one event loop.
+    After `seconds` a coroutine keeps running, but the next coroutine gets its turn, so that a coroutine that waits for
+    something else delays no other coroutine. All methods belong to one event loop.
     """
 
     def __init__(self, number: int, *, seconds: float | None = None) -> None:
@@ -124,7 +125,7 @@ def has_room(counts: Mapping[str, int], client: str, number: int, *, capacity: i
     """Whether `client` may take `number` more places; `counts` holds the places taken by each client.
 
     If the places exceed `capacity`, a client still gets places up to an equal share, so that a client with all places
-    locks nobody out. The total may exceed `capacity` by a factor that grows with the logarithm of the number of
+    locks nobody out. So the total may exceed `capacity`, by a factor that grows with the logarithm of the number of
     clients.
     """
     if sum(counts.values()) + number <= capacity:

@@ -14,7 +14,7 @@ from mbd_core.decoding.blocks.request import Request, StepOutput
 from mbd_core.serving.tokens.joined import JoinedAnswer
 from mbd_core.serving.tokens.stream import EngineFailed, ReplicaLost, TokenSource, TokenStream, TooManyRequests
 
-MAX_LOSSES = 3  # of one request, because a request that breaks every engine must end
+MAX_LOSSES = 3  # losses of one request: a request that breaks every engine must end
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0  # seconds between two attempts to find a replica, doubled each time
 
 
@@ -41,7 +41,7 @@ class ResumingSource:
 
 
 class _Resumption:
-    """A request's steps, from one replica and then the next, without repeated tokens."""
+    """A request's steps, from one replica after another, without repeated tokens."""
 
     def __init__(
         self, request: Request, replicas: TokenSource, key: str, *, retry_seconds: float, on_loss: Callable[[], None]
@@ -54,7 +54,7 @@ class _Resumption:
         self._num_losses = 0
 
     async def begin(self) -> None:
-        """Submit the request; if its first replica is lost meanwhile, another is tried."""
+        """Submit the request; if its first replica is lost meanwhile, try another replica."""
         try:
             self._stream = await self._replicas.open(self._request, key=self._key)
         except ReplicaLost as loss:
@@ -77,7 +77,8 @@ class _Resumption:
             self._stream.close()
 
     async def _go_on(self, loss: ReplicaLost) -> None:
-        """Submit the rest of the request to another replica. Raises `EngineFailed` if none accepts it in time."""
+        """Submit the rest of the request to another replica. Raises `EngineFailed` if no replica accepts it in
+        time."""
         self._num_losses += 1
         try:
             self._stream = await self._elsewhere(loss)
