@@ -42,7 +42,8 @@ NAMED_HOSTS = 4  # hosts that a message names
 
 
 class OpenedPath(NamedTuple):
-    """A path that an option names. `name` is the text by which workers ask for it, if it is not the path."""
+    """A path that an option names. `name` is the text by which workers ask for the path, if it differs from the
+    path."""
 
     option: str
     path: str

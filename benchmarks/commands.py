@@ -371,7 +371,7 @@ def run_train(
     ] = (1, 4),
     measuring: Annotated[BenchmarkOptions, Fields("repeats", "device", "threads", "json")],
 ) -> None:
-    """Samples a second and peak memory of one training sequence with a shared clean stream, and of separate ones.
+    """Samples a second and peak memory of one training sequence with a shared clean stream, and of separate sequences.
 
     It times forward and backward of one sample in float32, both ways in turn, on a CPU in processor seconds. A third
     run shows the gain of computing the last layer's MLP on labelled tokens only. --count counts the forward's

@@ -60,8 +60,8 @@ def compared_decodings(
 def named_decodings(
     defaults: Mapping[str, Any], fields: Mapping[str, Any], names: Sequence[str], *, block_size: int
 ) -> dict[str, DecodingConfig]:
-    """The decodings of methods by their names in a report. `fields` override each method's own. Raises `ValueError`
-    for an unknown method, and for settings that are not possible."""
+    """The decodings of methods by their names in a report. `fields` override each method's own fields. Raises
+    `ValueError` for an unknown method, and for settings that are not possible."""
     methods = dict(NAMED_METHODS) | {
         name: {**NAMED_METHODS[name], **fields} for name in names if name in NAMED_METHODS
     }

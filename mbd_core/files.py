@@ -1,9 +1,9 @@
 """Safe writing of files and folders: nothing existing is lost, and no file is left half-written.
 
 A command checks its target before it begins (`check_new_file`, `check_target_folder`). Files and folders are written
-beside their place and renamed (`file_beside`, `folder_beside`), or, where results come one by one, into a folder that
-was claimed for them (`PartsFolder`). A folder that the project wrote carries a manifest: its kind, and which files in
-it are the project's. Only such a folder may be replaced, and only if it holds nothing else.
+beside their place and renamed (`file_beside`, `folder_beside`), or, if results come one by one, into a folder that was
+claimed for them (`PartsFolder`). A folder that the project wrote carries a manifest: its kind, and which files in it
+are the project's. Only such a folder may be replaced, and only if it holds nothing else.
 """
 
 import glob
@@ -38,8 +38,8 @@ def check_target_folder(folder: Path, kind: str, *, overwrite: bool = False, in_
 
     A folder that does not exist or is empty can be filled; so can a folder whose manifest a killed process did not
     finish. With `overwrite` a folder whose manifest says `kind` can be replaced, unless it holds a file that the
-    manifest does not name. With `in_place` it will be filled by `claim_folder`. Otherwise `folder_beside` replaces the
-    folder itself, which is refused for a mount point and for the current folder.
+    manifest does not name. With `in_place` the folder will be filled by `claim_folder`. Otherwise `folder_beside`
+    replaces the folder itself, which is refused for a mount point and for the current folder.
     """
     check_name(folder)
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
@@ -54,7 +54,8 @@ def check_target_folder(folder: Path, kind: str, *, overwrite: bool = False, in_
 
 @contextmanager
 def file_beside(path: Path) -> Iterator[Path]:
-    """A file to write, beside `path`, which takes its place if the body succeeds and vanishes if it does not.
+    """A file to write, beside `path`. It takes the place of `path` if the body succeeds, and vanishes if the body
+    fails.
 
     A device or a pipe, such as /dev/null, is written itself: a rename would replace it for the whole machine.
     """
@@ -101,7 +102,8 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 @contextmanager
 def folder_beside(folder: Path, kind: str, *, overwrite: bool = False) -> Iterator[Path]:
-    """A new folder that takes the place of `folder`, with its manifest, if the body succeeds, and vanishes if not.
+    """A new folder. With its manifest it takes the place of `folder` if the body succeeds; it vanishes if the body
+    fails.
 
     Raises `ValueError` as `check_target_folder` does.
     """
@@ -143,8 +145,8 @@ def _end_killed(folder: Path) -> None:
 def claim_folder(folder: Path, kind: str, files: Sequence[str]) -> Path:
     """Make `folder` for results that come one by one: `files`, patterns relative to it, will be the project's own.
 
-    A folder that was claimed for this kind before keeps what it holds. Raises `ValueError` as `check_target_folder`
-    does for any other folder that is not empty.
+    A folder that is claimed for this kind already keeps its files. Raises `ValueError` as `check_target_folder` does
+    for any other folder that is not empty.
     """
     if folder_kind(folder) != kind:
         check_target_folder(folder, kind, in_place=True)
@@ -254,7 +256,7 @@ def _manifest(folder: Path) -> str | None:
 def is_named(name: str, pattern: str) -> bool:
     """Whether a manifest's pattern, whose `*` does not reach into folders, names this file.
 
-    A file that a killed process left beside its place (`file_beside`) goes by the name it would have had.
+    A file that a killed process left beside its place (`file_beside`) counts as the file that it was to become.
     """
     path, parts = Path(name), Path(pattern).parts
     partial = PARTIAL.fullmatch(path.name)

@@ -78,7 +78,7 @@ def encode_batch(batch: pa.Table, *, paths: JobPaths = NO_PATHS) -> pa.Table:
 
 
 def unpacked(row: dict[str, Any]) -> list[EncodedRow]:
-    """The encoded rows of a row of `encode_batch`."""
+    """The encoded rows in a row that `encode_batch` gave."""
     return [
         EncodedRow(
             tuple(

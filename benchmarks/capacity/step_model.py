@@ -79,7 +79,7 @@ class StepModel:
     fixed        seconds that a forward takes whatever its load, as a graph
     launched     the same if the host launches its kernels one by one
     host         seconds of a step's work on the host
-    overlap      the host works while the device does
+    overlap      whether the host works while the device works
     link         bytes a second between the `ranks`, which sum `num_sums` times in a forward
     """
 

@@ -124,7 +124,7 @@ def run_turns(
     The first table has the share of an answer's tokens that the next turn finds again, for the chat templates of 21
     families: for answers in the tokenizer's own tokens, for answers in other tokens of the same text, and for answers
     whose `token_ids` are sent back. The second table serves one conversation to two engines in turn: one has seen the
-    turns before, the other has not. The shape's positions are raised to what the conversation needs.
+    turns before, the other has not. The shape's positions are raised to the conversation's length.
     """
     import torch
 

@@ -3,7 +3,7 @@
 Each call takes less than nine minutes. Every section runs in its own process with a time limit, so that a hanging or
 failing section loses only its unfinished rows. The first section of part 1 ends the part if it fails. DIR gets one
 JSON file and one Markdown file a part, written anew after each section. A part needs no network, and few of this
-package's dependencies (docs/reference/gpu.md). `--toy` runs all of it on a CPU at toy sizes.
+package's dependencies (docs/reference/gpu.md). `--toy` runs all sections on a CPU at toy sizes.
 """
 
 import argparse

@@ -182,7 +182,7 @@ async def _rows(service: EngineService, kind: str, bodies: dict[int, list[bytes]
     from mbd_core.serving.server.model_route import ModelRoute
 
     route = ModelRoute(service.served_model(), logging.getLogger(__name__))
-    for turn in sorted(bodies, reverse=True):  # the longest first: it stores the beginning of the others
+    for turn in sorted(bodies, reverse=True):  # the longest prompt first: it stores the beginning of the other prompts
         await _parts(route, service, kind, bodies[turn][0])
     runs: dict[int, list[dict[str, float]]] = {turn: [] for turn in bodies}
     for number in range(1, len(next(iter(bodies.values())))):

@@ -36,8 +36,7 @@ class Part:
 
 def part_size(num_rows: int, *, max_rows: int) -> int:
     """The number of rows of a part: four batches of `max_rows`. In a small sweep a part has fewer rows, at least one
-    batch, so that several engines get parts. The number depends on the plan alone, so that all shards are cut
-    alike."""
+    batch, so that several engines get parts. The number depends only on the plan, so that all shards are cut alike."""
     return max(max_rows, min(4 * max_rows, -(-num_rows // 16)))
 
 

@@ -55,8 +55,8 @@ _KEY = re.compile(r"(?P<module>.+)\.lora_(?P<factor>[AB])(?:\.(?P<name>.+))?\.we
 def read_adapter(folder: Path, config: ModelConfig, *, shard: Shard | None = None) -> Adapter:
     """The adapter in `folder` for a model of `config`, in float32, with its scale (alpha / r, or alpha / sqrt r) in B.
 
-    With a `shard`, `config` has one tensor-parallel rank's sizes, but the adapter is whole. Raises `ValueError` naming
-    the file, and the setting or tensor that does not fit.
+    With a `shard`, `config` has one tensor-parallel rank's sizes, but the adapter has the whole model's. Raises
+    `ValueError` naming the file, and the setting or tensor that does not fit.
     """
     rank, scale = _settings(folder)
     factors = _read_factors(folder, config, _whole_shapes(config, shard or Shard()), rank)
@@ -188,8 +188,8 @@ def _read_factors(
 def _module_of(written: str, stored: Mapping[str, StoredTensor]) -> str | None:
     """The checkpoint's module that an adapter's file calls `written`, `None` if there is no such module.
 
-    The file's name may lack PEFT's prefix. If PEFT wrapped the model within the module, it also lacks the beginning
-    that all modules of a model share.
+    `written` may lack PEFT's prefix. If PEFT wrapped only the inner model, `written` also lacks the beginning that the
+    names of all modules share.
     """
     while written.startswith(PREFIX):
         written = written.removeprefix(PREFIX)

@@ -194,8 +194,8 @@ class HfFolder:
 
 @contextmanager
 def open_file(path: Path) -> Iterator[Any]:
-    """`safe_open` on the CPU, or the like for a file at a URL; `ValueError` names a damaged file and the first tensor
-    that is cut off."""
+    """`safe_open` on the CPU, or `StreamedTensors` for a file at a URL; `ValueError` names a damaged file and the
+    first tensor that is cut off."""
     streamed = StreamedFile.at(path)
     if streamed is not None:
         with closing(RangeReader(streamed)) as reader:

@@ -20,7 +20,7 @@ from mbd_core.tasks.generated import GENERATED_TASKS
 from mbd_core.tasks.tiny_tokenizer import ASSISTANT, EOS, MASK, USER, train_tokenizer
 
 LEARNED, LEARNED_FROM_LESSONS = 512, 8192  # ids of the tokenizer that learns bytes and merges
-LESSONS = {"gsm-mini": 200, "code-mini": 200}  # the number of problems of each task from which it learns
+LESSONS = {"gsm-mini": 200, "code-mini": 200}  # the number of each task's problems from which it learns
 NEVER_IN_TEXT = {chr(byte) for byte in (0xC0, 0xC1, *range(0xF5, 0x100))}
 """The byte tokens that no UTF-8 text has."""
 

@@ -54,8 +54,8 @@ def _tokenizer_kind(folder: Path) -> Any:
 
 
 def grammars_of(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> Grammars:
-    """The grammars of requests. Answers end with the model's first EOS; its mask and other EOS tokens are never
-    allowed."""
+    """The grammars of requests. Answers end with the model's first EOS; the model's mask and its other EOS tokens are
+    never allowed."""
     eos, *others = model.eos_token_ids or (0,)
     return Grammars(partial(_vocabulary, tokenizer, eos), eos_token_id=eos, forbidden=(model.mask_token_id, *others))
 

@@ -47,7 +47,7 @@ class EngineCounts:
     """The counts of an engine's steps since it was built.
 
     forwards            number of forwards by kind: "decode" fills positions, "store" stores the blocks of all its
-                        sequences and fills no position, "prefill" carries prompts alone
+                        sequences and fills no position, "prefill" carries only prompts
     sequence_forwards   NFE: forwards in which a sequence took part with blocks or a canvas, summed over sequences
     committed_tokens    useful tokens that were handed out
     verifications       forwards in which a sequence's drafts were judged, summed over sequences

@@ -168,7 +168,7 @@ class Decoder(nn.Module):
         denoising: Denoising | None = None,
         training: Training | None = None,
     ) -> Tensor:
-        """Final hidden states (..., D) of `input_ids` (...) at `positions` (...), or of `training.kept` alone (N, D).
+        """Final hidden states (..., D) of `input_ids` (...) at `positions` (...), or only of `training.kept` (N, D).
 
         `soft_weight` (...), float32 in [0, 1], mixes each token's embedding with the mask's (`embed`). `split` gives
         the lengths of the rows packed in `input_ids` (T). Each row is then computed in its own calls, so its numbers
@@ -258,7 +258,7 @@ class Decoder(nn.Module):
         return self.reduce(logits)
 
     def own_logits(self, hidden: Tensor, *, split: Sequence[int] | None = None) -> Tensor:
-        """This rank's logits, of `vocabulary` alone, without communication."""
+        """This rank's logits, only of `vocabulary`, without communication."""
         logits = join([self.lm_head(row) for row in pieces(hidden, split)])
         if self.config.gemma is None:
             return logits

@@ -1,16 +1,18 @@
 """A run's folder, here or at a URL: its recipe, rollouts and their scores, its learner's newest state, its numbers.
 
     run.json                          the recipe
-    rollouts/00003/part-000.parquet   rollouts of iteration 3, and scores-000.parquet their rewards, a row each
+    rollouts/00003/part-000.parquet   rollouts of iteration 3, a row each
+    rollouts/00003/scores-000.parquet their rewards, a row each
     learner/00003.pt                  the learner after three iterations; a newer state replaces it
-    iterations.jsonl                  a line for each iteration; held_out.jsonl: a line for each point of a front
+    iterations.jsonl                  a line for each iteration
+    held_out.jsonl                    a line for each point of a front
     samples/00003.html                a page that replays two answers of an iteration
     model/                            the model, once all iterations are done
     best/                             the model with the best front of held-out problems until now
 
-Every file is complete or missing: no file grows. The learner's state says where a run is: rollouts of earlier
+Every file is complete or missing: no file grows. The learner's state says how far a run is: rollouts of earlier
 iterations have been learned from, and are never read again. Rollouts of later iterations are used if their weights are
-the weights of this state, or older by at most the schedule's lag. Others are removed.
+the weights of this state, or older by at most the schedule's lag. Other rollouts are removed.
 """
 
 import io
@@ -48,8 +50,8 @@ PartTable = Literal["part", "scores"]
 def check_run(folder: Folder, recipe: RLRecipe, *, resume: bool) -> None:
     """Raises `ValueError` unless the folder can be written and holds a run (with `resume`) or nothing (without).
 
-    A run to be resumed must have the settings of `recipe`, no more iterations than `recipe` asks for, and, if it
-    has numbers of iterations, its learner's state.
+    A run to be resumed must have the settings of `recipe`, no more iterations than `recipe` asks for, and, if it has
+    lines of iterations, its learner's state.
     """
     folder.check_writable()
     recorded = folder.read_text(RECORD) if folder.kind() == KIND else None
@@ -79,7 +81,7 @@ def check_run(folder: Folder, recipe: RLRecipe, *, resume: bool) -> None:
 
 
 def _states(folder: Folder) -> list[int]:
-    """The learner's states in a run's folder, by the number of iterations before each."""
+    """The learner's states in a run's folder, each by the number of iterations that it has learned from."""
     return [int(stem) for name in folder.files(STATES) if (stem := PurePosixPath(name).stem).isdecimal()]
 
 
@@ -96,8 +98,8 @@ def state_name(iterations: int) -> str:
 class RunFolder:
     """The folder of one run, in which one process at a time writes; close it, or use it as a context.
 
-    Raises `ValueError` as `check_run`, and while another process writes in a local folder. At a URL the last process
-    to come writes, and the next write of any other process raises `TakenOver`.
+    Raises `ValueError` as `check_run`, and while another process writes in a local folder. At a URL the newest process
+    writes, and the next write of any other process raises `TakenOver`.
     """
 
     def __init__(self, folder: Folder, recipe: RLRecipe, *, resume: bool) -> None:
@@ -166,7 +168,7 @@ class RunFolder:
         return self._table(_part_name(iteration, kind, number))
 
     def drop_lost(self, done: int) -> int:
-        """Remove the rollouts of iterations from `done` on whose weights are too old, or were lost.
+        """Remove rollouts of iteration `done` and later iterations if their weights are too old or were lost.
 
         Returns the number of removed rollouts.
         """

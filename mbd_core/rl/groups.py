@@ -1,7 +1,7 @@
 """Groups of answers to one prompt: which groups teach something, and the advantage of each answer.
 
 Facts and formulas: LightningRL (decoupled z-scores, the group filter), TraceRL (z-scored rewards, shares of 0.2 to
-0.8). A z-score is `(x - mean) / std` over the population, and 0 where all are equal.
+0.8). A z-score is `(x - mean) / std` over the population, and 0 if all values are equal.
 
 A part of the reward that does not apply to an answer (`None`) leaves the answer out of that part's mean and deviation,
 counts as a z-score of 0, and adds nothing to the weighted sum.
@@ -143,13 +143,13 @@ def advantages(
 
 
 def _applying_z_scores(values: Sequence[float | None]) -> list[float]:
-    """`z_scores` of the values that are not `None`, and 0 for the others."""
+    """`z_scores` of the values that are not `None`, and 0 for `None`."""
     scores = iter(z_scores([value for value in values if value is not None]))
     return [0.0 if value is None else next(scores) for value in values]
 
 
 def z_scores(values: Sequence[float]) -> list[float]:
-    """Each value's distance from the mean in standard deviations; zeros where all are equal."""
+    """Each value's distance from the mean in standard deviations; zeros if all values are equal."""
     if not values or max(values) == min(values):
         return [0.0] * len(values)
     mean, deviation = fmean(values), pstdev(values)

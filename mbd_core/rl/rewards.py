@@ -2,7 +2,7 @@
 
 A recipe gives weights to the parts of the reward, which have these names:
 
-    correct               1 for an answer that the task's grader takes as right, else 0
+    correct               1 for an answer that the task's grader accepts as right, else 0
     tpf                   its useful tokens per forward
     MODULE:NAME           a function of a module beside the run, or of a file (FILE.py:NAME), in processes of its own
     http://, https://     a service that takes {"prompt", "text", "reference", "problem_id"} and answers {"reward": X}

@@ -18,8 +18,8 @@ NumberedRow = tuple[int, str, dict[str, Any]]
 
 
 def read_row_files(path: str) -> Iterator[NumberedRow]:
-    """The rows of the file or files at a path, each with its number and its place in words: `FILE, line N`, or
-    `FILE, row N` where rows are not lines. The numbers of a file's rows follow those of the file before.
+    """The rows of the file or files at a path, each with its number and its place in words: `FILE, line N`, or `FILE,
+    row N` if rows are not lines. The numbers of a file's rows follow those of the file before.
 
     Raises `ValueError`, one sentence, for a file that cannot be read, and names the remedy for an unknown format.
     """

@@ -245,7 +245,7 @@ class RemotePlace:
 
 
 class RemoteClaim:
-    """A folder in which this process wrote its name last."""
+    """The claim of the process that wrote its name into the folder last."""
 
     def __init__(self, place: RemotePlace, lock: str) -> None:
         self._place, self._lock = place, lock

@@ -162,7 +162,7 @@ def _sides(claim: Claim, size: int) -> tuple[tuple[str, int], tuple[str, int]]:
 
 
 def _cells(claim: Claim, size: int, rows: PairedRows) -> tuple[StudyCell, StudyCell]:
-    """The sides at the threshold of the claims; `ValueError` if the rows lack one."""
+    """The sides at the threshold of the claims; `ValueError` if the rows lack a side."""
     (first, slots), (second, other_slots) = _sides(claim, size)
     first_cell, second_cell = StudyCell(first, slots, CLAIM_TAU), StudyCell(second, other_slots, claim.tau)
     for cell in (first_cell, second_cell):

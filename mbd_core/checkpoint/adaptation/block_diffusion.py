@@ -126,7 +126,7 @@ def convert_to_block_diffusion(
     }
     dtype = str(base.stored_dtype).removeprefix("torch.")
     config = carried_config(configs.config, write_config(plan.config), dtype)
-    # the base's code, and transformers 5's other names of keys that are written
+    # drop the base's code, and transformers 5's other spellings of keys that are written
     for key in ("auto_map", *FAMILIES[base.config.architecture].spellings):
         config.pop(key, None)
     with folder_beside(target, MODEL_KIND, overwrite=overwrite) as new_folder:

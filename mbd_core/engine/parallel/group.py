@@ -199,8 +199,8 @@ class Group:
                 dist.broadcast(part, src=0, group=self._messages)
 
     def close(self) -> None:
-        """Leave the group. Between GPUs all ranks must leave at once, as each waits here for the others, and for its
-        own CUDA graphs that hold the communicator (`Engine.close`)."""
+        """Leave the group. Between GPUs all ranks must leave at once, because each rank waits here for the other
+        ranks, and for its own CUDA graphs that hold the communicator (`Engine.close`)."""
         dist.destroy_process_group()
 
     def interrupt(self) -> None:

@@ -29,15 +29,15 @@ from mbd_core.models.kernel_layer import Sum
 from mbd_core.models.model_config import Fp8Parts
 from mbd_core.ops.layer.residual_norm import RankParts
 
-MEETING_SECONDS = 20.0  # for the others to map a rank's memory, which takes milliseconds
-_num_mapped = 0  # places that this process has mapped with others, in any group
+MEETING_SECONDS = 20.0  # for the other ranks to map a rank's memory, which takes milliseconds
+_num_mapped = 0  # places that this process has mapped with other ranks, in any group
 
 
 def most_bytes(num_ranks: int) -> int:
     """The largest part, in bytes, that is summed in one shot.
 
-    Every rank reads the parts of all others. With 2 ranks no other method moves less. With more ranks other methods
-    do, so the limit is 512 KB.
+    Every rank reads the parts of all other ranks. With 2 ranks no other method moves less. With more ranks other
+    methods do, so the limit is 512 KB.
     """
     return 2**23 if num_ranks == 2 else 2**19
 
@@ -107,7 +107,8 @@ def share_sums(group: Group) -> SharedSums:
     """
     if group.rank.kind != "cuda":
         raise ValueError("needs CUDA devices")
-    # parts are read by address; torch would also set up multicast, in which a failed rank leaves the others waiting
+    # parts are read by address; torch would also set up multicast, in which a failed rank leaves the other ranks
+    # waiting
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     from torch.distributed import _symmetric_memory as symmetric
 
@@ -117,7 +118,7 @@ def share_sums(group: Group) -> SharedSums:
 
     def allocate() -> list[Tensor]:
         if _num_mapped != num_common:
-            raise ValueError("torch shares memory in a process's first group alone, and this is a later one")
+            raise ValueError("torch shares memory only in a process's first group, and this is a later group")
         try:
             _check_nvlink(size)
             if (backend := symmetric.get_backend(device)) != "CUDA":
@@ -126,7 +127,7 @@ def share_sums(group: Group) -> SharedSums:
         except (RuntimeError, ImportError) as error:
             raise ValueError(first_line(error)) from error
 
-    places = group.agree(allocate)  # before any rank waits for the others' memory
+    places = group.agree(allocate)  # before any rank waits for the other ranks' memory
 
     def map_places() -> SharedSums:
         try:
@@ -149,7 +150,7 @@ def _map(place: Tensor, ranks: dist.ProcessGroup) -> Any:
 
 @contextmanager
 def _waits(ranks: dist.ProcessGroup, seconds: float) -> Iterator[None]:
-    """Shortens the store's timeout to `seconds`, so that a failed peer is reported before the others give up."""
+    """Shortens the store's timeout to `seconds`, so that a failed peer is reported before the other ranks give up."""
     store = dist.distributed_c10d._get_process_group_store(ranks)
     old_timeout = store.timeout  # type: ignore[attr-defined]  # no stub
     store.set_timeout(timedelta(seconds=seconds))

@@ -65,8 +65,8 @@ class SequenceState:
     window             positions of its whole buffer, or of the longest row that its decoder plans
     num_lanes          copies of its positions in the cache: the lanes of a canvas, otherwise 1
     is_canvas          it decodes on a canvas, not in blocks
-    is_planned         a decoder plans its rows, on a canvas or behind its prefix; it is not in the Block Buffer
-    decoder            the decoder that plans its rows behind a prefix; it survives a preemption
+    is_planned         a decoder plans its rows, on a canvas or after its prefix; it is not in the Block Buffer
+    decoder            the decoder that plans its rows after a prefix; it survives a preemption
     store              number of positions of each row that stores its prefix from `origin` on; `None`: causal rows of
                        any length
     prefix_length      tokens to be stored before it decodes: the prompt up to its first block in the buffer, or all
@@ -190,7 +190,7 @@ class SequenceState:
 
     @property
     def shares_prefix(self) -> bool:
-        """Whether its pages may be shared. Their keys must depend on earlier tokens alone, which excludes canvases and
+        """Whether its pages may be shared. Their keys must depend only on earlier tokens, which excludes canvases and
         prompts under full attention (D2F). A request that records experts shares none: a shared page has no experts
         for it."""
         config = self.request.decoding

@@ -98,7 +98,7 @@ def _recipes(settings: Mapping[str, Any]) -> str:
 
 
 def report_files(numbers: SweepNumbers, tables: Sequence[Table], shown: ShownSamples) -> dict[str, bytes]:
-    """The files by name, `report.json` last; `tables` are those of `report_tables`.
+    """The files by name, `report.json` last; `tables` come from `report_tables`.
 
     Times stand in `times` and `papers` of `report.json`, and in the last sections of `report.md` and the page, from
     `Speed` on. All other bytes are the same for the same plan.
@@ -152,7 +152,7 @@ def report_files(numbers: SweepNumbers, tables: Sequence[Table], shown: ShownSam
 
 
 def _groups_content(harness: Mapping[ReportKey, HarnessNumbers], keys: Collection[ReportKey]) -> dict[str, Any]:
-    """The averages of lm-evaluation-harness's groups, where some were asked for."""
+    """The averages of lm-evaluation-harness's groups, if any were requested."""
     groups = [
         {
             "model": key.model,

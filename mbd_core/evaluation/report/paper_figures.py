@@ -294,7 +294,7 @@ D2F_TABLE_4 = (
 PLAIN_FIELDS: MethodFields = {"refresh": None, "leap": None, "branches": None}
 # the likeliest tokens first, as many steps as the canvas has positions, without guidance
 GREEDY: MethodFields = {"steps": None, "score_temperature": 0.0, "cfg_scale": 0.0}
-MANY_BLOCKS = range(2, sys.maxsize)  # blocks in the buffer, where the paper does not say how many
+MANY_BLOCKS = range(2, sys.maxsize)  # blocks in the buffer, if the paper does not say how many
 # the length of a block in LLaDA-Instruct's own decoding (Table 8, "Baseline")
 LLADA_BLOCKS = {"gsm8k": 8, "mbpp": 32, "humaneval": 32, "math": 256}
 DREAM_OWN: MethodFields = {"canvas": {"cache": "none", **METHODS["dream-entropy"]["canvas"], **GREEDY, **PLAIN_FIELDS}}

@@ -3,7 +3,7 @@
 The rule is that of EvalPlus 0.3.1's sanitiser, stated anew:
 
 1. A run is a range of lines that is Python as it stands. Of the answer's runs that define the function, the longest is
-   taken, counted without blank lines; of equal runs the first.
+   taken, counted without blank lines; the first of equally long runs.
 2. The imports and the definitions that the function reaches are kept. The first definition of a name counts. So
    drivers, tests and examples of use around the function neither run nor fail.
 

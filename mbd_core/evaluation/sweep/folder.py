@@ -51,7 +51,7 @@ class FolderState:
     """The content of `sweep.json`.
 
     id        the id that the parts of this sweep carry
-    previous  the ids of the sweeps that this one replaced, whose remaining parts are removed
+    previous  the ids of the sweeps that this sweep replaced, whose remaining parts are removed
     digests   by file name, the digests of each version of the report's files that was written here
     """
 
@@ -62,7 +62,7 @@ class FolderState:
 
     @classmethod
     def load(cls, folder: Path) -> Self | None:
-        """The state that lies in a folder, `None` if none does; `ValueError` for a file that is not ours."""
+        """The state that lies in a folder, `None` if there is no state; `ValueError` for a file that is not ours."""
         path = folder / RECORD
         if not path.exists():
             return None
@@ -258,8 +258,8 @@ def files_in(folder: Path) -> list[str]:
 def check_sweep_folder(folder: Path, record: SweepRecord | None = None, *, overwrite: bool = False) -> None:
     """Raise `ValueError` if the sweep of `record`, or with `overwrite` any sweep, cannot be written to `folder`.
 
-    It can if the folder is empty or holds the same sweep, which is then resumed. With `overwrite` a finished sweep or
-    another sweep is replaced, unless foreign files lie beside it.
+    The sweep can be written if the folder is empty or holds the same sweep, which is then resumed. With `overwrite` a
+    finished sweep or another sweep is replaced, unless foreign files lie beside it.
     """
     if folder_kind(folder) != KIND:
         check_target_folder(folder, KIND, overwrite=overwrite, in_place=True)

@@ -20,12 +20,12 @@ Grid = dict[str, tuple[Any, ...]]
 Methods = dict[str, MethodFields]
 
 DEFAULT_SLOTS = 4  # the buffer size of `multi` if the model's author recommends SingleBD
-# These fields have no effect with one slot, where varying them would repeat the same run.
+# These fields have no effect with one slot, so varying them would repeat the same run.
 MULTI_ONLY = ("buffer_size", "tau_add", "tau_semi")
 TRAINING_FREE = "MultiBD (training-free)"
 MULTI_LABELS: dict[str | None, str] = {
     "teacher_forcing": TRAINING_FREE,
-    "dmax_oput": TRAINING_FREE,  # DMax's own training: one noisy block after clean ones
+    "dmax_oput": TRAINING_FREE,  # DMax's own training: one noisy block after clean blocks
     "multitf": "MBD",
     "d2f": "MultiBD",  # trained for several blocks, but not by MultiTF
     "d2f_block_causal": "MultiBD",
@@ -73,7 +73,8 @@ def parse_grid(text: str) -> Grid:
 
 
 def parse_methods(definitions: Iterable[str]) -> Methods:
-    """`NAMED_METHODS` and the parsed definitions `NAME={"t2t": {"tau": 0.4}}`; `ValueError` names a malformed one.
+    """`NAMED_METHODS` and the parsed definitions `NAME={"t2t": {"tau": 0.4}}`; `ValueError` names a malformed
+    definition.
 
     `plan_variants` checks the fields themselves, for each model.
     """

@@ -59,7 +59,7 @@ class Sweep:
 
     @property
     def draft_folder(self) -> Path | None:
-        """The folder of the model that drafts for all others, `None` without one."""
+        """The folder of the model that drafts for all other models, `None` without a draft model."""
         draft = self.engine.draft_model
         return None if draft is None else model_folder(fetch_model(draft))
 
@@ -71,7 +71,8 @@ class Sweep:
         )
 
     def variants_on(self, model: str, task: AskedTask) -> list[Variant]:
-        """The configurations of a model on a task: the configuration of log-likelihoods, or all others."""
+        """The configurations of a model on a task: the configuration of log-likelihoods, or all other
+        configurations."""
         return [variant for variant in self.variants[model] if (variant.method == LIKELIHOOD) == task.inputs.scores]
 
     def rows(self) -> Iterator[PlannedRow]:

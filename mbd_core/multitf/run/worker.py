@@ -1,6 +1,6 @@
 """One worker's part of a run, the same under any launcher: model and samples, updates, the trained model's folder.
 
-Ray Train or torchrun starts the workers; a run without either has one.
+Ray Train or torchrun starts the workers; a run without either has one worker.
 """
 
 import time

@@ -123,7 +123,7 @@ def d2f_monotonic(size: int, bounds: NoiseBounds, rng: random.Random) -> list[fl
 
 
 def slot_ranges(size: int, bounds: NoiseBounds, rng: random.Random) -> list[float]:
-    """Each place in the group uniform in its own range (`bounds.slots`), independent of the others."""
+    """Each place in the group uniform in its own range (`bounds.slots`), independent of other places."""
     last_slot = len(bounds.slots) - 1
     return [rng.uniform(*bounds.slots[min(i, last_slot)]) for i in range(size)]
 

@@ -52,7 +52,7 @@ class StepMetrics:
 
     `grad_norm` is of all gradients together, before clipping. Tokens, positions, `tflop` and `sums` are this rank's.
     `tflop` counts the model's operations (`update_flops`) in units of 10^12, `sums` the loss by bucket
-    (`bucket_sums`). Among tensor-parallel workers, which have the same samples, the first one counts tokens,
+    (`bucket_sums`). Among tensor-parallel workers, which have the same samples, the first worker counts tokens,
     operations and `sums`.
     """
 
@@ -111,9 +111,9 @@ class Updater:
     """A model, its optimizers and the count of its updates, for all objectives.
 
     `device` is the device of computation, by default the model's. With several workers (`world_size`) and `sharding`,
-    each has the model replicated or its part of it, over the default process group. The values of a
-    model on the meta device must be set afterwards. Without `sharding` the caller averages the gradients. `objective`
-    makes the module whose forward gives the loss.
+    each worker has the whole model or its part of the model, over the default process group. The values of a model on
+    the meta device must be set afterwards. Without `sharding` the caller averages the gradients. `objective` makes the
+    module whose forward gives the loss.
     """
 
     def __init__(
@@ -343,7 +343,8 @@ def checkpoint_layers(model: Decoder) -> None:
 
 
 def split_batch(batch: AnyBatch, size: int | None) -> list[AnyBatch]:
-    """The batch in parts of at most `size` sequences, each only as long as its longest; `None`: the whole batch."""
+    """The batch in parts of at most `size` sequences, each only as long as its longest sequence; `None`: the whole
+    batch."""
     count = len(batch.input_ids)
     if size is None or count <= size:
         return [batch]

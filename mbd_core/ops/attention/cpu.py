@@ -47,7 +47,7 @@ _SAFE_SUM = (1e-20, 1e30)
 
 @dataclass(frozen=True)
 class Bundle:
-    """Sequences attended in one call. A sequence with fewer queries than the others repeats its last query.
+    """Sequences attended in one call. A sequence with fewer queries than other sequences repeats its last query.
 
     kv_lens_GQ  the end of each query's visible keys, at most `num_keys`; with a window they begin at `first_keys_GQ`
     hidden_GQ2  the first key that a gap hides from each query, and the first key after the gap; `None`: no key is
@@ -97,7 +97,7 @@ class Bundle:
         return self._masks[dtype]
 
     def keys(self, k_pages: Tensor, v_pages: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values (G, K, L, C) of a layer: a view where the sequence's pages are consecutive."""
+        """Keys and values (G, K, L, C) of a layer: a view if the sequence's pages are consecutive."""
         if self.first_page is None:
             return gather_keys(k_pages, v_pages, self.pages_GP, self.num_keys)
         k_KLC, v_KLC = _viewed_keys(self, k_pages, v_pages, 0, self.num_keys)
@@ -113,7 +113,7 @@ def bind(layout: RowLayout) -> BoundAttention:
 
 
 def plan_bundles(layout: RowLayout) -> tuple[Bundle, ...]:
-    """The bundles of a batch. They depend on its layout alone, so one plan serves all layers of a step.
+    """The bundles of a batch. They depend only on its layout, so one plan serves all layers of a step.
 
     Neighbouring rows with the same pages are one sequence. Sequences with equally many queries and similar numbers of
     keys share a bundle. The row lengths are read once on the host. The Python work grows with the rows, not with the
@@ -176,7 +176,7 @@ def _parts(members: Iterator[_Member]) -> Iterator[list[_Member]]:
         most = max(1, _MOST_KEYS // num_keys)
         part: list[_Member] = []
         for member in sorted(similar, key=lambda m: m.queries):
-            # this member has the most queries so far; the others are padded to them
+            # this member has the most queries so far; the other members are padded to its number
             padded = sum(member.queries - m.queries for m in part) * num_keys
             if part and (len(part) == most or padded > _PADDED_PAIRS):
                 yield sorted(part, key=lambda m: m.row)

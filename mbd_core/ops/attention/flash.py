@@ -3,9 +3,9 @@
 Each kernel takes rows of varying length over a paged cache; `max_k` may exceed every row's key length. The packages
 differ in how they take the key lengths.
 
-In all packages a whole call is causal or not, never a single row. A layout with causal rows takes two calls, one of
-each kind. In the call of its kind a row has all its keys, in the other call one key. Then each token's result is taken
-from its row's call. So the shapes do not depend on the choice of causal rows, and the keys are still read once.
+In all packages a call is causal for all rows or for none. A layout with causal rows takes two calls, one of each kind.
+In the call of its kind a row has all its keys, in the other call one key. Then each token's result is taken from its
+row's call. So the shapes do not depend on the choice of causal rows, and the keys are still read once.
 
 Shape legend: T packed query tokens, R rows, P pages a row, S page size, H query heads, K key/value heads, C channels.
 """

@@ -34,7 +34,7 @@ _EXACT_ROWS = 64  # the same for `exact` layouts, whatever else is in the batch
 _PROGRAMS = 132  # one for each multiprocessor of an H100, on which two of the largest programs do not fit
 # stages of the loop over keys: page numbers, then keys and values; with fewer than 5 no load runs ahead of a product
 _STAGES = 5
-_WIDE_STAGES = 2  # the same of heads above 256 channels: more would not fit into shared memory
+_WIDE_STAGES = 2  # the same for heads with more than 256 channels: more stages would not fit into shared memory
 _MOST_SPLITS = 16  # each split's sums are written and read again
 tl: Any = None  # triton.language, set when a kernel is compiled
 
@@ -209,8 +209,8 @@ def plan(*, sequences: int, queries: int, share: int, kv_heads: int, head_dim: i
 def split_attention(q_THC: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLayout) -> Tensor:
     """`definition.paged_attention` (T, H, C) of a `RowLayout.for_kernels`; `bind` does it for all layers of a step.
 
-    Every shape depends on the layout's alone, so a CUDA graph can capture the call. Raises `ValueError` for tensors
-    whose channels are not adjacent.
+    Every shape depends only on the layout's shapes, so a CUDA graph can capture the call. Raises `ValueError` for
+    tensors whose channels are not adjacent.
     """
     return bind(rows)(q_THC, k_pages, v_pages)
 

@@ -91,7 +91,8 @@ def grouped_experts(
     *,
     act: Callable[[Tensor], Tensor] = F.silu,
 ) -> Tensor:
-    """`loop_experts` by sorting and three grouped matmuls. Shapes depend on T and K alone: CUDA graphs can capture it.
+    """`loop_experts` by sorting and three grouped matmuls. Shapes depend only on T and K, so CUDA graphs can capture
+    it.
 
     Raises `ValueError` if a row of weights is not a multiple of 16 bytes, as the grouped matmul requires.
     """
@@ -109,7 +110,7 @@ def grouped_experts(
 def by_load(*, few: ExpertsFunction, many: ExpertsFunction, tokens_per_expert: float = MANY) -> ExpertsFunction:
     """A function that calls `many` if an expert gets at least `tokens_per_expert` tokens on average, else `few`.
 
-    Shapes alone decide, so a CUDA graph can capture it.
+    Only shapes decide, so a CUDA graph can capture it.
     """
 
     def call(

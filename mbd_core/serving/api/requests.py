@@ -104,7 +104,7 @@ class GenerationRequest(StructuredFields, OtherGenerationFields):
     frequency_penalty: Penalty | None = None
     """subtracted once per occurrence of the token in the answer; default 0"""
     repetition_penalty: RepetitionPenalty | None = None
-    """for tokens in the prompt or the answer: divides a positive logit and multiplies a negative one; default: the
+    """for tokens in the prompt or the answer: divides a positive logit and multiplies a negative logit; default: the
     value in `generation_config.json`, else 1"""
     logit_bias: BiasByToken | None = None
     """token ids with numbers from -100 to 100 that are added to their logits; at most 1,024"""

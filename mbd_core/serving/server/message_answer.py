@@ -185,7 +185,7 @@ class MessageBuilder:
 
 
 def _usage(usage: Mapping[str, Any]) -> MessageUsage:
-    """A chat's usage, in which the prompt's cached tokens count apart from the others."""
+    """A chat's usage, in which the prompt's cached tokens count apart from the other tokens."""
     num_cached = usage.get("prompt_tokens_details", {"cached_tokens": 0})["cached_tokens"]
     counts: MessageUsage = {
         "input_tokens": usage["prompt_tokens"] - num_cached,

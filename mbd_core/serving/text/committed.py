@@ -80,7 +80,7 @@ class CommittedText:
     The results of `push` and `finish` join to the request's whole text, which does not depend on how the tokens were
     grouped into steps. A character with incomplete bytes is held back, and dropped if generation ends inside it. An
     ending that may be the beginning of a stop string is held back too. The text ends before the first complete stop
-    string; if two are complete at the same character, before the longer one.
+    string; if two strings are complete at the same character, before the longer string.
 
     The window holds the last tokens with released text and all tokens without it, because some tokenizers decode a
     token depending on the tokens before it.

@@ -226,7 +226,7 @@ def test_a_second_group_of_a_process_sums_as_before_and_says_why(monkeypatch: py
         shared_sums._num_mapped = 2
         return sums_of(group).description()["not_chosen"]["shared memory"]
 
-    assert all("process's first group alone" in said for said in together(monkeypatch, Memory(), work))
+    assert all("only in a process's first group" in said for said in together(monkeypatch, Memory(), work))
 
 
 def test_torch_has_what_is_called() -> None:

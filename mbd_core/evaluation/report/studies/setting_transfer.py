@@ -1,4 +1,4 @@
-"""Decoding settings chosen on one task and used on the others: the cost of a default on tasks for which it was not
+"""Decoding settings chosen on one task and used on other tasks: the cost of a default on tasks for which it was not
 tuned."""
 
 import json

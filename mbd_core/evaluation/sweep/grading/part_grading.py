@@ -41,7 +41,7 @@ def grade_table(table: pa.Table, *, isolated: bool = False) -> pa.Table:
 
 def with_votes(samples: pa.Table) -> pa.Table:
     """Graded rows with votes. The vote of a math answer is the first answer, to the same problem by the same
-    configuration, that the task's grader takes as equal. Rows of a sweep that draws no tokens stay as they are."""
+    configuration, that the task's grader accepts as equal. Rows of a sweep that draws no tokens stay as they are."""
     if VOTE.name not in samples.schema.names:
         return samples
     rows = samples.to_pylist()

@@ -170,7 +170,7 @@ def _polynomial(coefficients: Sequence[float], x: float) -> float:
 
 
 def _surface_area(base_edge: float, height: float) -> int:
-    """Mbpp/581, where `height` may also be meant as the pyramid's own."""
+    """Mbpp/581, whose `height` may also mean the height of the pyramid."""
     slant = math.sqrt((base_edge / 2) ** 2 + height**2)
     return round(base_edge**2 + 2 * base_edge * slant)
 
