@@ -10,6 +10,8 @@ SUBJECTS = {
     "ledger-mbd": "ledger-mini",
 }
 """The models, each with its task. `tiny-bd` and `ledger-bd` were trained by teacher forcing, the others by MultiTF."""
+LENGTH_SUBJECTS = {"smollm2-mbd": "gsm-mini"}
+"""A further model whose drafts' lengths are timed."""
 
 TAUS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
 ROUTED_TAUS = (0.8, 0.95)  # where a route leaves some drafts to the threshold

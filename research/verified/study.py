@@ -4,6 +4,7 @@
     valid.parquet       an answer a row, of the problems on which settings are chosen
     test.parquet        likewise, of the problems on which they are compared
     turns.parquet       requests of the chosen settings, timed one at a time and in turn
+    lengths.parquet     exact answers by number of drafted slots, timed likewise (`lengths.py`)
     study.md            the report
 
 No Ray: one process decodes. If it is killed, the same command goes on with the missing parts.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -23,14 +24,16 @@ import pyarrow.parquet as pq
 from jobs.api.sweep_work import Subjects, run_work
 from jobs.command_line import OutFolder, OwnThreads
 from mbd_core.batch.timed_cases import Timing
+from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.command_line import command
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sweep.shard import SweepShard
 from mbd_core.fields import DATA, MODEL, Flag, Ge, Texts
 from mbd_core.files import file_beside, write_text
 from mbd_core.storage.folder import Folder
+from research.verified.lengths import LENGTHS_FILE, length_lines, timed_lengths
 from research.verified.report import REPORT, ROWS, TURNS, SplitAnswers, chosen_settings, report
-from research.verified.settings import SUBJECTS, settings
+from research.verified.settings import LENGTH_SUBJECTS, SUBJECTS, settings
 
 if TYPE_CHECKING:
     from mbd_core.evaluation.sweep.sweep import Sweep
@@ -47,7 +50,7 @@ COLUMNS = pa.schema(
         *(pa.field(name, pa.int32()) for name in COUNTS),
     ]
 )
-StudyStage = Literal["valid", "test", "turns", "report"]
+StudyStage = Literal["valid", "test", "turns", "lengths", "report"]
 
 
 def run(
@@ -56,17 +59,25 @@ def run(
     out: OutFolder,
     models: Annotated[Texts, Flag("Models of the stage.", MODEL, metavar="NAME,...", commas=True)] = tuple(SUBJECTS),
     problems: Annotated[int, Ge(2), Flag("Problems of the stage.", DATA)] = 500,
+    rounds: Annotated[int, Ge(1), Flag("Rounds of lengths.", DATA)] = 4,
     threads: OwnThreads = None,
 ) -> None:
     """Decode with every setting, choose on the valid split, compare on the test split, and judge the claims.
 
     valid, test: the sweeps of a split; several processes may share the models. turns: the chosen settings, one
-    request at a time. report: the report of the rows that are there.
+    request at a time. lengths: one slot, two, and as many as the engine measures, one request at a time; also of
+    smollm2-mbd. report: the report of the rows that are there.
     """
+    known = {**SUBJECTS, **(LENGTH_SUBJECTS if stage == "lengths" else {})}
+    if unknown := [model for model in models if model not in known]:
+        raise ValueError(f"--models {unknown[0]} has no task in this stage; give some of {', '.join(known)}")
     if threads is not None:
         import torch
 
         torch.set_num_threads(threads)
+    if stage == "lengths":
+        time_lengths(out, models, problems, rounds)
+        return
     if stage == "turns":
         take_turns(out, problems)
     elif stage != "report":
@@ -87,7 +98,7 @@ def planned(model: str, split: Split, problems: int) -> Sweep:
 
     options = SweepOptions(
         models=(model,),
-        tasks=(SUBJECTS[model],),
+        tasks=((SUBJECTS | LENGTH_SUBJECTS)[model],),
         definitions=tuple(f"{name}={json.dumps(fields)}" for name, fields in settings().items()),
         methods=tuple(settings()),
         limit=problems,
@@ -144,6 +155,19 @@ def take_turns(out: Path, problems: int) -> None:
                             {"model": model, "setting": name, "tokens": len(answer.tokens), "seconds": seconds}
                         )
     _write(out / TURNS, pa.Table.from_pylist(rows))
+
+
+def time_lengths(out: Path, models: Sequence[str], problems: int, rounds: int) -> None:
+    """Times the models' answers to test problems, writes the rows, and prints their table."""
+    tables = []
+    for model in models:
+        sweep = planned(model, "test", problems)
+        questions = {row["problem_id"]: row for row in sweep.rows()}
+        folder = model_folder(sweep.models[model])
+        tables.append(timed_lengths(model, folder, [*questions.values()], rounds=rounds))
+    timed = pa.concat_tables(tables)
+    _write(out / LENGTHS_FILE, timed)
+    print("\n".join(length_lines(timed)))
 
 
 def _write(path: Path, table: pa.Table) -> None:

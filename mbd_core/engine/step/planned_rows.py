@@ -252,6 +252,8 @@ class PlannedRuns:
                 self._lengths.rates.observe(update.slots, ends)
             if rounds := run.measured.rounds:
                 asked.append((run, run.measured, rounds))
+        if not asked:
+            return
         choose = partial(self._lengths.choose, num_running=len(updates))
         numbers = share(lambda: [choose(rounds, run.rates) for run, _, rounds in asked])
         for (_, decoder, _), number in zip(asked, numbers, strict=True):

@@ -8,9 +8,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from mbd_core.decoding.blocks.config import decoding_config
+from research.verified.lengths import LENGTHS, LENGTHS_FILE, length_lines
 from research.verified.report import REPORT, ROWS, TURNS, SplitAnswers, chosen_settings, report
 from research.verified.settings import SUBJECTS, family_of, settings, slots_of, width_of
-from research.verified.study import COLUMNS, COUNTS
+from research.verified.study import COLUMNS, COUNTS, run
 
 PUBLISHED = Path(__file__).resolve().parents[3] / "research" / "published" / "verified"
 MODEL = "tiny-bd"
@@ -76,6 +77,22 @@ def test_tokens_a_second_are_a_multiple_of_the_thresholds(tmp_path: Path) -> Non
     assert [line.rsplit("|", 2)[1].strip() for line in lines] == ["1.00", "2.00"]
 
 
+def test_exact_answers_are_timed_by_the_length_of_their_drafts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("lengths", out=tmp_path, models=("tiny-mbd",), problems=2, rounds=2)
+    timed = pq.read_table(tmp_path / LENGTHS_FILE)
+    assert timed["setting"].to_pylist() == [*LENGTHS, *LENGTHS] and len(set(timed["tokens"].to_pylist())) == 1
+    lines = length_lines(timed)
+    assert capsys.readouterr().out.splitlines() == lines
+    assert lines[2].startswith("| tiny-mbd | one slot |") and lines[2].endswith("| 1.00 | 1.00 to 1.00 |")
+    monkeypatch.setitem(LENGTHS, "measured", {"buffer_size": 2, "tau_m2t": 0.1})
+    with pytest.raises(ValueError, match="differ, though all are exact"):
+        run("lengths", out=tmp_path, models=("tiny-mbd",), problems=2, rounds=1)
+    with pytest.raises(ValueError, match="--models smollm2-mbd has no task in this stage; give some of tiny-bd"):
+        run("valid", out=tmp_path, models=("smollm2-mbd",))
+
+
 def test_settings_that_are_not_whole_are_named(tmp_path: Path) -> None:
     written(tmp_path, "valid", BEST)
     table = pq.read_table(tmp_path / ROWS["valid"])
@@ -90,4 +107,5 @@ def test_the_published_report_is_that_of_its_rows_and_the_page_has_its_tables() 
     assert text == (PUBLISHED / REPORT).read_text()
     page = (PUBLISHED.parents[1] / "README.md").read_text()
     tables = text[text.index("## Claims") : text.index("## All settings")].splitlines()
+    tables += length_lines(pq.read_table(PUBLISHED / LENGTHS_FILE))
     assert [line for line in tables if line.startswith("|") and line not in page] == []
