@@ -31,7 +31,7 @@ def report(
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Rewrite one sweep's report, or join several sweeps into one, from their rows alone.
+    """Rewrite one sweep's report, or join several sweeps into one, only from their rows.
 
     python jobs/report_sweep.py out/shard-1 out/shard-2 --out out/joined
 
@@ -125,7 +125,7 @@ def transfer(
     ] = "accuracy",
     json_file: JsonFile = None,
 ) -> None:
-    """Decoding settings chosen on one task and used on the others, as a table.
+    """Decoding settings chosen on one task and used on other tasks, as a table.
 
     A sweep runs every model on every task, so models with different tasks need separate sweeps.
     """

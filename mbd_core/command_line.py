@@ -95,7 +95,7 @@ class Main:
 
     derive    makes Typer's command
     called    how a user calls it
-    run       the command's function; `None` of a group of commands
+    run       the command's function; `None` for a group of commands
     shown     the paths of the fields that are options; `None`: all
     """
 
@@ -205,7 +205,7 @@ def command(
 Given = Mapping[str, Any]
 """The values that a command line gives, by path; the command itself under "" ."""
 CommandPart = tuple[list[Field], Callable[[Given], Any]]
-"""A parameter of a command's function: its options, and the function that makes its value of the given values."""
+"""A parameter of a command's function: its options, and the function that builds its value from the given values."""
 
 
 def command_options(run: Callable[..., Any]) -> list[Field]:
@@ -222,7 +222,7 @@ def by_panel(options: Iterable[Field]) -> list[Field]:
 
 
 def flag(item: Field) -> str:
-    """An option's name; a switch has two, if it is on by default or can be left open."""
+    """An option's name. A switch has two names if it is on by default, or may stay unset."""
     if item.flag.name:
         return item.flag.name
     name = item.name.replace("_", "-")

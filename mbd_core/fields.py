@@ -46,7 +46,7 @@ PANELS = (MODEL, DATA, LOAD, UPDATES, STATES, LORA, COMPUTING, DECODING, ENGINE,
 OpenedBy = Literal["job", "workers", "all", "each"]
 """Of a path: who opens it. job: the job's own process. workers: they read the same contents as the job. all: the job,
 its workers and a resumed job share one folder. each: every process opens its own, on its machine."""
-MOST = 2**31 - 1  # of counts that tensors of 32-bit integers hold
+MOST = 2**31 - 1  # the largest count that a tensor of 32-bit integers holds
 T = TypeVar("T")
 Texts = Annotated[tuple[str, ...], Strict(False)]
 """Texts that a call may give as a list."""
@@ -104,8 +104,8 @@ def configuration(*, panel: str | None = None) -> Callable[[type[T]], type[T]]:
 class Field:
     """A field of a configuration, or a parameter of a command.
 
-    path     its name, after the names of the fields that hold its configuration (`train.lr`)
-    hint     its type with its bounds
+    path     the field's name, after the names of the fields that hold its configuration (`train.lr`)
+    hint     the field's type with its bounds
     default  `MISSING` if the field is required
     """
 
@@ -227,7 +227,8 @@ def schema_of(kind: Any) -> dict[str, Any]:
 def check_effects(config: Any, path: str, *, chooser: str, effects: Mapping[str, Collection[str]]) -> None:
     """Raises `ValueError` for a field that is set and has no effect with the value of the field `chooser`.
 
-    `effects` gives for each field the values of `chooser` with which it has an effect. `path` is the configuration's.
+    `effects` gives for each field the values of `chooser` with which the field has an effect. `path` is the
+    configuration's path.
     """
     choice = getattr(config, chooser)
     for name, choices in effects.items():

@@ -49,7 +49,7 @@ def _own_addresses() -> frozenset[str]:
 
 
 def proxy_note(url: str, *, takes_all: bool = True) -> str:
-    """The end of a sentence on a request that failed: the variable whose proxy it went to; empty without a proxy.
+    """The end of a sentence on a failed request: it names the variable whose proxy was used; empty without a proxy.
 
     `takes_all`: the client honours `all_proxy`. A password in the variable is not shown.
     """

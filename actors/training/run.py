@@ -150,7 +150,7 @@ def validation_at(options: ValidationOptions) -> ValidationOptions:
 
 
 def fetched(options: ValidationOptions, fetch: Callable[[str], str] = fetch_model) -> ValidationOptions:
-    """The options with held-out data on this machine. A file of conversations at a URL is read where it lies."""
+    """The options with held-out data on this machine. A file of conversations at a URL is not fetched."""
     held_out = options.validation
     if held_out is None or options.share is not None or (are_conversations(held_out) and not isabs(held_out)):
         return options

@@ -57,8 +57,8 @@ def run_capacity(
 ) -> None:
     """How many replicas a load needs on a chip, with which buffer and batch, and what memory they take.
 
-    A row for each buffer size: the batch at which the fewest replicas meet the limits, and the term of a step that a
-    larger batch would wait for. Steps on a GPU are computed from the roofline, a data sheet and estimates of the
+    A row for each buffer size: the batch at which the fewest replicas meet the limits, and the reason against a larger
+    batch. Steps on a GPU are computed from the roofline, a data sheet and estimates of the
     engine's own part; steps on a CPU are measured. benchmarks/capacity/README.md has the model. None of it ran on a
     GPU.
     """
@@ -113,8 +113,8 @@ def run_arrivals(
     """Arrivals on simulated replicas: the real router, admission and scheduler, with computed steps and their clock.
 
     A row for each number of replicas: time to first tokens, tokens a second of a request (from its arrival to its end)
-    and of all requests together, the share of prompts that prefix caches held, and the term that most of the steps'
-    time waits for. The same seed gives the same rows. What a gateway and HTTP add is not in them.
+    and of all requests together, the share of prompts that prefix caches held, and the term that bounds most of the
+    steps' time. The same seed gives the same rows. What a gateway and HTTP add is not in them.
     """
     from benchmarks.capacity.arrivals import COLUMNS, Simulated, serve
     from benchmarks.capacity.counted_blocks import rate_for

@@ -1,4 +1,4 @@
-"""A client of any OpenAI endpoint that notes when each event came. It is cheap, because it generates whole loads."""
+"""A client of any OpenAI endpoint that notes when each event came. It does little else, because many run at once."""
 
 import json
 import time

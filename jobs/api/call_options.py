@@ -1,4 +1,4 @@
-"""Parts of several calls: options from keywords, refusals of unknown names, remarks, and the cluster's name."""
+"""Parts that Python calls share: options from keywords, refusals of unknown names, remarks, the cluster's name."""
 
 import difflib
 import os

@@ -1,4 +1,4 @@
-"""The timed cases of a batch: each configuration alone on some problems of each task, by one engine without other
+"""The timed cases of a batch: each configuration by itself, on some problems of each task, by one engine without other
 work.
 
 The parts of a batch mix configurations. So their seconds say nothing about one configuration, and rows have no

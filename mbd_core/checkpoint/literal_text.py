@@ -1,10 +1,10 @@
 """Text that spells a control token stays text; control tokens that a chat template writes stay control tokens.
 
-A tokenizer reads `<|endoftext|>` as the end of a text wherever it stands. So before a template renders its contents,
-the first character of each control token in them becomes a private character, and the tokenizer finds only the
-template's own control tokens. A stretch between two of these that holds private characters then gets the tokens of its
-own characters, without a search for control tokens. All other stretches keep their usual tokens. Texts keep their
-lengths, so templates may strip, split and dump them.
+A tokenizer reads `<|endoftext|>` as the end of a text wherever it stands. So before a template renders messages, the
+first character of each control token in their contents becomes a private character. Then the tokenizer finds only the
+template's own control tokens. If the text between two of these holds private characters, its original characters are
+tokenised without a search for control tokens. All other text keeps its usual tokens. Texts keep their lengths, so
+templates may strip, split and dump them.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class ModelFamily:
     harmless            keys that are not read because no value changes the network's results: they concern training,
                         generation, other software, or a part that `fixed` switches off
     accepted            keys that are not read, with the values that do not change the network; a list may hold any of
-                        these values. A key in none of the fields up to here is refused (`check_keys`)
+                        these values. Any other key is refused (`check_keys`)
     rope_scaling        whether its files may scale rotary frequencies, in `rope_scaling` or `rope_parameters`
     rope_parameters     whether we write transformers 5's `rope_parameters`, instead of `rope_theta` and `rope_scaling`
     head_dim_follows    whether a missing head size is the hidden size divided by the number of heads

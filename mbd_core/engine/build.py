@@ -1,4 +1,4 @@
-"""An engine's parts, made of a model and a configuration; and how many KV pages fit on the device."""
+"""An engine's parts, built from a model and a configuration; and how many KV pages fit on the device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -108,7 +108,7 @@ def pages_within(
 
     free         bytes that the weights leave
     total        bytes of the GPU, None on a CPU
-    activations  bytes that the largest step takes of a GPU beside weights and pages
+    activations  bytes of the GPU that the largest step needs beside weights and pages
     draft        the draft model, whose keys lie in the same pages
     """
     page_bytes = sum(bytes_per_page(each, page_size, dtype) for each in (model, draft) if each is not None)
@@ -327,7 +327,7 @@ def _check(model: Decoder, config: EngineConfig, vocab_limit: int | None) -> int
 def attention_kernel(
     model: ModelConfig, device: torch.device, dtype: torch.dtype, page_size: int, preference: str | None
 ) -> AttentionKernel:
-    """The attention kernel for the sizes of `model`, or of one rank's part of it; raises as `resolve` does."""
+    """The attention kernel for the sizes of `model`, or of one rank's part of it. Raises the errors of `resolve`."""
     return resolve(
         device,
         dtype,

@@ -1,7 +1,7 @@
 """The inference form of a decoder: the same numbers from fewer, larger operations.
 
-Its layers are `FusedLayer`s or, on a GPU with Triton, `KernelLayer`s. Weights are joined in memory and none is stored
-twice. The decoder itself still loads, saves and runs.
+Its layers are `FusedLayer`s or, on a GPU with Triton, `KernelLayer`s. Weights are joined in memory; only the gains of
+the heads' norms are stored twice. The decoder itself still loads, saves and runs.
 
 Shape legend: T packed tokens, D hidden.
 """
@@ -49,7 +49,7 @@ class FusedDecoder:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Copies the weights that this form stores as copies, after the decoder's were overwritten."""
+        """Copies the gains of the heads' norms again, after the decoder's weights were overwritten in place."""
         for layer in self._layers:
             if isinstance(layer, FusedLayer):
                 layer.refresh()

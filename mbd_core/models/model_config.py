@@ -25,7 +25,7 @@ class MoEConfig:
     `expert_capacity` there are no groups: the tokens of a block choose among the block's `expert_capacity` best
     experts, and an expert's rank is its best value in the block.
 
-    Every `sparse_step`-th layer has experts, except the first `first_dense_layers` layers and those in `dense_layers`.
+    Every `sparse_step`-th layer has experts, except the first `first_dense_layers` and the layers in `dense_layers`.
     """
 
     num_experts: int
@@ -120,11 +120,11 @@ class ModelConfig:
     rope_scaling     the scaling of the rotary frequencies
     attention        what a token sees when its keys are stored: its own and earlier blocks ("block_causal"), all
                      positions ("full"), or itself and earlier tokens ("causal")
-    shift_logits     the logits at a position predict the next position's token
+    shift_logits     whether the logits at a position predict the next position's token
     delete_token_id, split_token_id
                      the tokens by which a model edits (`Levenshtein`), both or neither
     ar_mode          whether a block-causal model can also decode token by token, with causal attention
-    gemma            Gemma's layers; heads and rotation above are then those of the layers with a window (`of_layer`)
+    gemma            Gemma's layers; the heads and the rotation above then belong to layers with a window (`of_layer`)
 
     Raises ValueError if sizes contradict each other.
     """
@@ -242,7 +242,7 @@ class ModelConfig:
         )
 
     def window_of(self, layer: int) -> int | None:
-        """The number of keys, up to its own, that a token sees in layer number `layer`; `None`: all."""
+        """The number of keys, its own included, that a token sees in layer number `layer`; `None`: all."""
         return None if self.gemma is None or layer in self.gemma.global_layers else self.gemma.window
 
     @property

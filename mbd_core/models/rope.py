@@ -16,7 +16,7 @@ from mbd_core.models.rope_scaling import LinearScaling, Llama3Scaling, Proportio
 class Rope(NamedTuple):
     """Cosines and sines (..., 1, rotated channels) of the half-split rotation at positions (...), in float32.
 
-    `query_scale` (..., 1, 1) multiplies the queries there; `None` leaves them.
+    `query_scale` (..., 1, 1) multiplies the queries at these positions; `None` leaves them.
     """
 
     cos: Tensor

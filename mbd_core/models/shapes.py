@@ -1,8 +1,8 @@
 """Model shapes by name, for benchmarks with random weights: the papers' models at real size, and small ones of ours.
 
 Sizes follow the published configurations, with three exceptions. `sdar-50m` is SDAR's layout at 50 million parameters,
-for a CPU. `sdar-null` is so small that a step measures the engine's own work. The `tiny-*` shapes are each family at a
-few hundred thousand parameters.
+for a CPU. `sdar-null` is so small that a step measures the engine's own work. Each `tiny-*` shape is a family's layout
+at a few hundred thousand parameters.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Where a run computes: engines that make rollouts, processes that score them, and a learner. Without Ray all of them
-but the users' reward functions are in this process."""
+"""Where a run computes: engines that make rollouts, processes that score them, and a learner. Without Ray, one engine
+and the learner are in this process."""
 
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -71,7 +71,7 @@ class LearnerLost(RuntimeError):
 class LearnerState:
     """A run's learner, which the first `load` makes, and its state in files. Every worker makes the same calls.
 
-    `fetch` is `fetch_model`, or takes its place.
+    `fetch` maps the name or URL of a model to a local path, as `fetch_model` does.
     """
 
     def __init__(

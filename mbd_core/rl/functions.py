@@ -1,8 +1,8 @@
 """The reward of a user's function, which runs in processes of its own: it may hang, print, or end its process.
 
-A plain function is asked one answer at a time in a process, since it may not be safe under threads. If it waits
-(for a service, for a program) rather than computes, more processes are started. Each imports the module anew. An
-`async def` function has one process, and many answers under way in it.
+A plain function is asked one answer at a time in a process, since it may not be safe under threads. A function that
+mainly waits (for a service or a program) gets more processes. Each imports the module anew. An `async def` function
+has one process, and many answers under way in it.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ MEMORY_SHARE = 0.5  # the fraction of free memory for a function's processes
 
 
 class ProcessLost(Exception):
-    """A function's process gave no reply; the message is the rest of a sentence that says why."""
+    """A function's process gave no reply. The message says why, as the end of a sentence about the function."""
 
 
 class FunctionProcess:

@@ -67,8 +67,8 @@ class TraceRecorder:
     last, shorter part. Existing parts count towards `max_files`. Only one recorder may use a folder at a time. A part
     that cannot be written is lost and an error is logged: a full disk must not end the requests being served.
 
-    With `detail` the engine also records tokens and confidences. `block_size` is B, written into the file; with detail
-    the tokens show it. Raises `ValueError` for sizes below 1.
+    With `detail` the engine also records tokens and confidences. `block_size` is B, and is written into the file; with
+    detail the length of the tokens shows it. Raises `ValueError` for sizes below 1.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Distances of training's states from inference's: total variation and Wasserstein-1 (paper Section 4.4, Eq. A.5).
 
 Every distance is computed for several weightings of the inference states at once: the first counts every state once,
-the others are bootstrap samples of the problems. The training states are drawn, so they are fixed and many.
+the other weightings are bootstrap samples of the problems. The training states are drawn, so they are fixed and many.
 
 Shape legend: W weightings, S states, N slots, B bins.
 """
@@ -229,7 +229,7 @@ def compare_models(
     num_bootstrap: int,
     seed: int,
 ) -> list[ComparedModel]:
-    """Every model beside every schedule, whose layouts are drawn `draws` times of every problem.
+    """Every model beside every schedule, whose layouts are drawn `draws` times for every problem.
 
     `fitted` is fitted to even-numbered problems, and every distance is measured from the odd-numbered problems. Raises
     `ValueError` for a trace without its block size or with too few problems.

@@ -67,7 +67,7 @@ def run(
     out: OutFolder,
     overwrite: Overwrite = False,
 ) -> None:
-    """How far the states of training are from those of MultiBD inference.
+    """How far the states of training are from the states of MultiBD inference.
 
     Every model decodes the same problems under MultiBD, and its steps are traced. They are compared with the training
     states of noise-schedules and layouts: mask ratios by slot, running-set sizes, and their distances (MBD-LMs Section

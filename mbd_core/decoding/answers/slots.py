@@ -26,7 +26,7 @@ class FrameSlot:
     state     the name of the `SlotState` that the forward saw; "IN_CACHE" if the forward stored the block, which then
               left the buffer
     tokens    the block after the forward, `None` where it is masked; positions past the request's budget are left out
-    accepted  offsets of the tokens that this forward filled, without tokens carried by the store of the block before
+    accepted  offsets of the tokens that this forward filled, without a token that the previous block's store gave
     edited    offsets of the tokens that this forward overwrote
     verdict   `None` unless the decoding verifies its drafts
     """
@@ -91,7 +91,7 @@ class Frame:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTrace:
-    """One slot of a request in one step; for a canvas, one lane.
+    """One slot of a request in one step. For a canvas, `slot` is a lane.
 
     block        index of the slot's block, from the beginning of the request's block grid
     state        name of the slot's `SlotState` in the forward, or `CANVAS_STATE`

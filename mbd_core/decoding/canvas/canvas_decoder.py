@@ -103,8 +103,8 @@ def canvas_decoder(
 ) -> PlannedDecoder:
     """The decoder of one request.
 
-    With empty `eos_token_ids` no token ends the request. With `shift` the logits of position p - 1 predict position p.
-    Raises the `ValueError` of `check_canvas`.
+    A token of `eos_token_ids` or `stop_token_ids` ends the request. With `shift` the logits of position p - 1 predict
+    position p. Raises the `ValueError` of `check_canvas`.
     """
     check_canvas(canvas, prompt_length=len(prompt), max_tokens=max_tokens, eos_token_ids=eos_token_ids)
     kind: Callable[[CanvasTask], PlannedDecoder] = SingleCanvas

@@ -8,8 +8,8 @@ A guide always knows a closing: tokens that complete the answer within its budge
 leaves no closing is undone, and the closing's next token is decided instead. So an answer is never cut in its middle,
 and an answer whose grammar becomes too complex is closed.
 
-The matcher is llguidance's. Only compiling a grammar imports it, so an engine without grammars, as in the benchmarks
-of a bare GPU machine, runs without it.
+The matcher is llguidance's. It is imported when a grammar is compiled, so an engine without grammars runs without it,
+for example in the benchmarks of a bare GPU machine.
 
 Shape legend: V vocabulary.
 """
@@ -66,7 +66,7 @@ class GuideState:
     ended: bool = False
 
     def rest(self, number: int) -> list[int]:
-        """The tokens from the answer's first `number` tokens to its end; none, because only the guide knows them."""
+        """The tokens after the answer's first `number` tokens; none here, because only the guide knows them."""
         return []
 
 
@@ -190,7 +190,7 @@ class Guide(GuideState):
         return self._closings.allowed(self._matcher)
 
     def rest(self, number: int) -> list[int]:
-        """The tokens from the answer's first `number` tokens to its end: decided tokens, then the closing."""
+        """The tokens after the answer's first `number` tokens: decided tokens, then the closing."""
         return self._decided_tokens[number:] + self._closing
 
     def _ends(self, tokens: list[int]) -> bool:
@@ -256,7 +256,7 @@ class Guide(GuideState):
         return [(token, 1.0) for token in tokens]
 
     def _without(self, trail: list[tuple[int, float]], number: int) -> list[tuple[int, float]]:
-        """The first `number` of the choices. The matcher forgets the others."""
+        """The first `number` of the choices. The matcher forgets the rest."""
         tokens = [token for token, _ in trail[number:] if token != self._closings.eos_token_id]
         self._matcher.rollback(len(tokens))
         return trail[:number]

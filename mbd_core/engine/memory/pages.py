@@ -155,7 +155,7 @@ class PagePool:
         return holder == page
 
     def release(self, pages: Sequence[int], chain: Sequence[bytes] = ()) -> None:
-        """Remove an owner from a sequence's pages, given in their order; the caller must not use them any more.
+        """Remove an owner from a sequence's pages, given in their order. The caller must not use the pages afterwards.
 
         `chain` holds the hashes of the leading pages whose tokens are final. The last page is released first, so that
         later pages of a chain are evicted before the earlier pages that lead to them. If another page was published

@@ -222,7 +222,7 @@ class ParallelEngine(Engine):
 
     def _beat(self) -> None:
         """The heartbeat's thread. A running step is itself the sign of life. If a rank is lost during a step, rank 0
-        may wait for ever, as sums within a CUDA graph do, so this thread interrupts it."""
+        may wait forever, as sums within a CUDA graph do, so this thread interrupts the step."""
         while not self._closed.wait(self._group.rank.timeout / 4):
             if not self._lock.acquire(blocking=False):
                 if (loss := self._loss()) is not None:

@@ -76,7 +76,7 @@ class Summary:
     tpf                mean over samples of useful tokens per forward; `tpf_stderr` the standard error of that mean
     tpf_ratio_of_sums  all useful tokens / all forwards
     nfe                mean forwards per sample; `nfe_stderr` the standard error of that mean
-    tokens             mean useful tokens per sample; `tokens_stderr` likewise
+    tokens             mean useful tokens per sample; `tokens_stderr` the standard error of that mean
     positions          computed positions of all samples / all forwards; `None` also if a folder does not have them
     cut                answers that ended at the limit of their tokens
     errors             samples without counts; they do not enter tpf and nfe

@@ -83,7 +83,7 @@ def _column_class(table: Table, column: int) -> str:
 
 
 def front_of(rows: Sequence[ReportRow]) -> list[ReportKey]:
-    """The Pareto front of a task's rows in accuracy and TPF, without endpoints that do not say their forwards."""
+    """The Pareto front of a task's rows in accuracy and TPF, without endpoints that do not report forwards."""
     points = (
         SpeedPoint(decoding={"row": number}, accuracy=row.summary.accuracy, tpf=row.summary.tpf)
         for number, row in enumerate(rows)

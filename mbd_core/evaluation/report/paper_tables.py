@@ -34,7 +34,7 @@ NOT_PRINTED = "Not printed, because no row here has the model, the decoding and 
 
 @dataclass(frozen=True, kw_only=True)
 class Beside:
-    """A printed figure, our number for it and its 95 % interval (`None` where it has none), and how they compare.
+    """A printed figure, our number for it, our number's 95 % interval if it has one, and how they compare.
 
     n        our samples, over all benchmarks of the figure
     configs  our decoding configurations, by task
@@ -75,7 +75,7 @@ class BesideTable:
 
 @dataclass(frozen=True)
 class Own:
-    """The numbers of a sweep, which stand beside the papers'."""
+    """The numbers of a sweep, to be compared with the papers' numbers."""
 
     rows: Sequence[ReportRow]
     aups: Sequence[AupRow]
@@ -177,7 +177,7 @@ def _own_number(head: str, figure: Figure, own: Own) -> Beside | None:
 
 
 def _value(figure: Figure, row: ReportRow, own: Own) -> tuple[float, float | None, float | None] | None:
-    """Our number on one benchmark, with its interval where it has one."""
+    """Our number on one benchmark, with its interval if it has one."""
     s, quantity = row.summary, figure.quantity
     if quantity == "accuracy":
         return s.accuracy, s.accuracy_low, s.accuracy_high

@@ -113,7 +113,7 @@ class Contained:
         return line
 
     def left_of(self, seconds: float) -> float:
-        """The rest of this number of seconds since the process's start, by the rule of `read_line`."""
+        """How many of `seconds`, counted from the process's start, are left, by the rule of `read_line`."""
         age = time.monotonic() - self._started
         return min(seconds - (age - self._usage(()).delayed), PATIENCE * seconds - age)
 
@@ -148,7 +148,7 @@ class ProcessorUse:
     ready: bool = False
 
     def own_seconds(self, elapsed: float, start: "ProcessorUse") -> float:
-        """The process's own seconds since `start`: it computed or was idle."""
+        """The seconds since `start` in which the process computed or was idle."""
         if self.ready:
             return self.computed - start.computed
         return elapsed - (self.delayed - start.delayed)
@@ -165,7 +165,7 @@ def _usage(pid: int) -> ProcessorUse:
 
 
 def _chain(pid: int) -> list[int]:
-    """A process and its single child, and so on: bubblewrap runs a program in its grandchild."""
+    """A process, its only child, that child's only child, and so on: bubblewrap runs a program in its grandchild."""
     chain = [pid]
     while True:
         try:
@@ -356,7 +356,7 @@ def describe_isolation(walls: Walls = "any") -> str:
 
 def hide_memory() -> None:
     """Hide this process's memory from other processes of its user, for good. Only the isolation `filter` needs this:
-    stricter isolation hides the memory too."""
+    bubblewrap and Landlock keep programs away from the memory."""
     if available_isolation() == "filter":
         ctypes.CDLL(None).prctl(sandbox_child.DUMPABLE, 0, 0, 0, 0)
 

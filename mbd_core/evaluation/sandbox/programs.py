@@ -48,7 +48,7 @@ def run_calls(
     isolation: Isolation | None = None,
 ) -> RunVerdict:
     """Define the program, call its function, and pass every answer to `accept`. The first refused answer decides the
-    verdict. The detail also names wrong inputs that the program reaches within `FURTHER_SECONDS` after it.
+    verdict. The detail also names wrong inputs that the program reaches within further `FURTHER_SECONDS`.
 
     `limits.wall_seconds` is for the definition and all calls together, by the rule of `Contained.read_line`. The
     definition may take at most `DEFINE_SECONDS`.

@@ -1,4 +1,4 @@
-"""Recipes of prompts by name: the prompts behind the papers' numbers, as far as their sources say.
+"""Recipes of prompts by name: the prompts that gave the papers' numbers, as far as their sources say.
 
 A recipe is named after the project whose numbers it repeats, and has a prompt for each task that the project reports.
 A prompt says where each part of it comes from. Where a source names a prompt's style and not its text, the text is
@@ -29,7 +29,7 @@ class TaskPrompt:
     num_examples   number of solved problems before the question; `choice` says which problems of the user's file
     max_tokens     most tokens of an answer
     stop           strings that end an answer; they are cut off
-    text_by        whose words the prompt has
+    text_by        who wrote the prompt's words
     source         where the numbers and the style come from
     extraction     how the source takes the answer from the text
     """

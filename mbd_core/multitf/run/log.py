@@ -79,7 +79,7 @@ class RunLog:
         self._start = time.perf_counter()
 
     def add(self, *, beside: float = 0.0) -> None:
-        """Log the update that was just done, the curve's last point; `beside` are seconds that were no part of it."""
+        """Log the update just done, the curve's last point; `beside` seconds of it went to other work."""
         point, seconds = self.curve[-1], max(time.perf_counter() - self._start - beside, 1e-9)
         speed = {"seconds": _short(seconds), "tokens_per_second": _short(point["tokens"] / seconds)}
         share = mfu(point["tflop"] * 1e12, seconds, self.peak, self.num_workers)
@@ -152,7 +152,7 @@ class Log:
             self.files.begin()
 
     def add(self, *, beside: float = 0.0) -> None:
-        """Log the update that was just done, the curve's last point; `beside` are seconds that were no part of it."""
+        """Log the update just done, the curve's last point; `beside` seconds of it went to other work."""
         if self.files is not None:
             self.files.add(beside=beside)
         if self._bar is not None:
@@ -195,7 +195,7 @@ class Log:
 
 
 def say(line: str) -> None:
-    """Print a line. Ray Train gives `print` a second way to a job's log, where every line would stand twice."""
+    """Print a line. Ray Train copies the output of `print` into a job's log, where each line would appear twice."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 

@@ -10,9 +10,9 @@ stream  0 for the clean tokens, 1..n for the noisy stream of layout n, -1 for pa
 i sees j  iff  j is clean and beta(j) < alpha(i)                                        (B.8 and, for clean i, B.9)
               or   i, j share a noisy stream and a group (alpha(i) = alpha(j)) and beta(j) <= beta(i)           (B.7)
 
-Where several samples are packed into one sequence, i and j must also be of one sample.
+If several samples are packed into one sequence, i and j must also be of one sample.
 
-Each mask comes in two forms of one predicate: a dense one, and a function of places for a block mask (`..._sees`).
+Each mask comes in two forms of one predicate: a dense mask, and a function of places for a block mask (`..._sees`).
 Native D2F is one noisy stream in one group: block 0 is the prompt, the response's blocks follow.
 
 With one layout of two groups of two blocks (columns are keys):
@@ -42,8 +42,8 @@ IntArray = TypeVar("IntArray", Tensor, np.ndarray)
 def dual_stream_mask(stream: Tensor, block: Tensor, first: Tensor, sample: Tensor | None = None) -> Tensor:
     """Visible pairs: (..., L) int tensors -> (..., L, L) bool; rows are queries.
 
-    `sample`: each token's sample; without it all tokens are of one. No other token sees padding (stream -1). A padded
-    query sees itself, so that no softmax row is empty.
+    `sample`: each token's sample; without it all tokens belong to one sample. No other token sees padding (stream -1).
+    A padded query sees itself, so that no softmax row is empty.
     """
     numbers = (stream, block, first, torch.zeros_like(stream) if sample is None else sample)
     query = tuple(column[..., :, None] for column in numbers)

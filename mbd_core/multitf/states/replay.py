@@ -16,7 +16,7 @@ steps      1 2 | 1 3 | 2 3 | 4 4
     forward 4                    [][]      block 4, after clean blocks 1 to 3
 
 So the learner's log-probabilities are the engine's, forward by forward, for any buffer size. Two other kinds of states
-are those of released learners, and are wrong under MultiBD. `block-local` is TraceRL's: steps are ranked within each
+come from released learners, and are wrong under MultiBD. `block-local` is TraceRL's: steps are ranked within each
 block, and a block sees clean blocks before it. With one slot these are the engine's states; with more slots a block's
 logits depended on gaps in earlier blocks. `all-masked` is LightningRL's released learner: each block is predicted in
 one forward, all its tokens masked, from clean blocks before it.
@@ -189,8 +189,8 @@ def replay_batch(
     """The answers' states as one batch, on the CPU.
 
     Every `shrink` consecutive states become one; only 1 is exact. `shift`: the model's logits at a position predict
-    the next position's token. `together`: the answers that share a training sequence, by default none. Raises
-    `ValueError` where `replay_row` does.
+    the next position's token. `together`: the answers that share a training sequence, by default none. Raises the
+    `ValueError` of `replay_row`.
     """
     rows = [
         replay_row(answer, mask_token_id=mask_token_id, shrink=shrink, states=states, shift=shift)

@@ -242,7 +242,7 @@ def _count(number: int) -> str:
 
 
 def fitting(workloads: Iterable[Workload], available: int, *, device: str = "GPU") -> tuple[Workload, MemoryPlan]:
-    """The first workload that takes at most `available` bytes of a worker, and its plan.
+    """The first workload that fits into `available` bytes of a worker, less `RESERVE`, and its plan.
 
     Raises `ValueError` if none does, with changes that would make the last workload fit.
     """

@@ -247,7 +247,8 @@ def _down(
     BLOCK_D: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    """hidden down^T of an expert. `down_ptr` and `scale_ptr` point at its part; rows of down are `stride` apart."""
+    """hidden down^T of an expert. `down_ptr` and `scale_ptr` point at this expert's weights and scales. Rows of down
+    are `stride` apart."""
     inside = channels < D
     y = tl.zeros((TILE, BLOCK_D), dtype=tl.float32)
     for start in range(0, F, BLOCK_F):

@@ -189,7 +189,7 @@ def text_or_list(value: Any) -> str:
 
 
 def by_type(forms: Mapping[str, str], *, default: str | None = None) -> Discriminator:
-    """Chooses an object's form by its `type`, and a bare word's form by `(word)`; an unknown type has no form."""
+    """Chooses an object's form by its `type`; a bare text has the form `(word)`, and an unknown type has no form."""
 
     def form(value: Any) -> str | None:
         if isinstance(value, str):

@@ -77,8 +77,8 @@ class Reply:
 
     Choices are numbered prompt by prompt, `num_choices` for each. `seed` is set if tokens are sampled. `speed` is set
     if the request has a speed: the speed of the chosen point of the model's front. `draft_model` is set if another
-    model drafts. `notes` names fields without
-    effect. The methods' argument `counts` has the counts of each choice, in order.
+    model drafts. `notes` names fields without effect. The methods' argument `counts` has the counts of each choice, in
+    order.
     """
 
     id: str

@@ -327,7 +327,7 @@ class EndpointStage:
         self._concurrency = concurrency
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """The table (`PLANNED_COLUMNS`) with texts, seconds and the counts that the endpoint says (`DECODED_COLUMNS`).
+        """The table (`PLANNED_COLUMNS`) with texts, seconds and the counts that endpoints report (`DECODED_COLUMNS`).
 
         After an exception, requests that have not begun are dropped. Nobody waits for requests under way, not even the
         end of the process, because an answer may take minutes.

@@ -22,8 +22,8 @@ IDS = ("problem_id", "task_id", "question_id", "doc_id")
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One answer. `text` is a model's whole answer; for code `completion` goes on after the prompt and `solution` is a
-    whole program, both run as they stand, as EvalPlus runs them."""
+    """One answer. The form `text` is a model's whole answer. For code, `completion` continues the prompt, and
+    `solution` is a complete program; both are run unchanged, as EvalPlus runs them."""
 
     line: int
     problem: Problem
@@ -151,7 +151,7 @@ def summary(problem_set: ProblemSet, sample_grades: Sequence[SampleGrade]) -> di
 def _by_kind(
     kinds: Callable[[Problem], tuple[str, ...]], sample_grades: Sequence[SampleGrade]
 ) -> dict[str, dict[str, int]]:
-    """The samples of each kind of problem, and the right ones."""
+    """For each kind of problem, the number of samples and the number of right samples."""
     counts: dict[str, dict[str, int]] = {}
     for item in sample_grades:
         for kind in kinds(item.sample.problem):

@@ -62,9 +62,9 @@ def _check_names(name: str, task: Any) -> None:
 
 
 def _check_sentences(name: str, task: Any) -> None:
-    """Raise `ValueError` for a document of IFEval that asks for sentences or words where nltk's rules for them are
-    missing. The harness downloads them when it loads the task; without a network it goes on, and fails while it
-    grades."""
+    """Raise `ValueError` for a document of IFEval that asks for sentences or words, if nltk's rules for these are
+    missing. The harness downloads the rules when it loads the task. Without a network the harness goes on, and fails
+    while it grades."""
     process = task.config.process_results
     if "ifeval" not in getattr(process, "__module__", ""):
         return

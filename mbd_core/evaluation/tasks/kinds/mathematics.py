@@ -15,7 +15,7 @@ from mbd_core.tasks.generated import GENERATED_TASKS
 
 
 def _grade_generated(problem: Problem, text: str) -> Grade:
-    """Right by the number after `####`; the flexible answer is the last number of the text."""
+    """The number after `####` decides whether an answer is right; the flexible answer is the text's last number."""
     strict, flexible = strict_number(text), flexible_number(text)
     correct = same_number(strict, problem.reference)
     return Grade(
@@ -31,7 +31,7 @@ def _grade_generated(problem: Problem, text: str) -> Grade:
 def _grade_stated(
     problem: Problem, text: str, *, strict: str | None, strict_correct: bool, failure: str = ""
 ) -> Grade:
-    """Right by the answer that the text states last (`stated_answers.py`)."""
+    """The answer that the text states last (`stated_answers.py`) decides."""
     stated = judge_answer(problem.reference, text)
     failure = failure or stated.failure
     return Grade(
