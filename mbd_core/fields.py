@@ -9,9 +9,8 @@ The annotation has the type and the bounds, the docstring below it the help. Con
 check both; `load` reads JSON, `changed` changes an instance. Command lines (`mbd_core/command_line.py`), JSON Schemas
 and the tables of docs/reference come from `fields_of`. Every refusal is one sentence (`refusal`).
 
-pydantic does this. A machine that is lent for GPU checks has no pydantic (docs/reference/gpu.md): there a
-configuration is a plain dataclass whose types and bounds are not checked, only what `__post_init__` says; and `load`
-raises.
+pydantic checks and converts. A machine that is lent for GPU checks has no pydantic (docs/reference/gpu.md). There a
+configuration is a plain dataclass: only `__post_init__` checks it, types and bounds are unchecked, and `load` raises.
 '''
 
 import difflib
@@ -44,8 +43,8 @@ LOAD = "Load"
 UPDATES, STATES, LORA, COMPUTING = "Updates", "Training states", "Adapter (LoRA)", "How a step is computed"
 PANELS = (MODEL, DATA, LOAD, UPDATES, STATES, LORA, COMPUTING, DECODING, ENGINE, CLUSTER, OUTPUT)
 OpenedBy = Literal["job", "workers", "all", "each"]
-"""Of a path: who opens it. job: the job's own process. workers: they read the same contents as the job. all: the job,
-its workers and a resumed job share one folder. each: every process opens its own, on its machine."""
+"""Who opens a path. job: only the job's process. workers: the workers, which read the same contents as the job. all:
+the job, its workers and a resumed job, which share one folder. each: every process, on its own machine."""
 MOST = 2**31 - 1  # the largest count that a tensor of 32-bit integers holds
 T = TypeVar("T")
 Texts = Annotated[tuple[str, ...], Strict(False)]
@@ -153,8 +152,8 @@ def leaves_of(kind: type, defaults: Any = MISSING, path: str = "") -> Iterator[F
     """The fields of a configuration and of its inner configurations, by their paths, except fields with
     `Flag(name=False)`.
 
-    `defaults` is an instance with other defaults. A field that holds one of several configurations, or `None`, stands
-    for the fields of the first configuration. A field without help is left out: only files have it.
+    `defaults` is an instance with other defaults. If a field may hold one of several configurations, or `None`, the
+    first configuration's fields are given. A field without help is left out: only files have it.
     """
     for item in fields_of(kind):
         default = item.default if defaults is MISSING else getattr(defaults, item.name)

@@ -120,7 +120,7 @@ def random_generation(config: ModelConfig) -> dict[str, Any]:
     """The decoding of random weights, which are never confident: a fixed number of tokens a step.
 
     Models without block-causal attention need no such number: each step on a canvas takes a token, each verified draft
-    gives a token, and a drawn canvas ends after its steps.
+    gives a token, and a drawn canvas ends after a set number of steps at most.
     """
     if config.attention != "block_causal":
         return {}

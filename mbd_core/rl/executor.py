@@ -39,7 +39,7 @@ class RLExecutor(Protocol):
         Engines in other processes begin at once."""
 
     def scores(self, tables: Iterable[NumberedTable]) -> Iterator[NumberedTable]:
-        """`SCORES` of parts, as they come."""
+        """The columns `SCORES` of each part, in any order."""
 
     def sweep(self, tables: Sequence[NumberedTable]) -> Iterator[NumberedTable]:
         """Parts of a sweep, decoded with the weights of the last `swap` and graded, in any order."""
@@ -48,14 +48,13 @@ class RLExecutor(Protocol):
         """One update of the learner; the numbers of its report."""
 
     def swap(self, version: int) -> None:
-        """Let the engines decode with the learner's weights from now on, as number `version`."""
+        """Let the engines decode with the learner's weights from now on; these weights are version `version`."""
 
     def save(self, folder: Folder, name: str) -> None:
         """Write the learner's state to a file of the run's folder, durably and atomically."""
 
     def load(self, folder: Folder, name: str | None) -> None:
-        """Lets the learner, or a new learner if it was lost, continue from the state in a file; `None`: from the
-        start.
+        """Let the learner continue from the state in a file (`None`: from the start). A lost learner is made anew.
 
         Raises `ValueError` if the learner's machine does not see the folder.
         """
@@ -118,13 +117,13 @@ class LearnerState:
                 torch.save(state, path)
 
     def load(self, folder: Folder, name: str | None) -> None:
-        """Makes the learner anew, with the state in a file that the first worker reads; `None`: as the run begins."""
+        """Make the learner anew. The first worker reads its state from a file; without a `name` the run begins."""
         if self._workers.is_first and not (folder.exists() if name is None else folder.has(name)):
             raise ValueError(
                 f"{folder / (name or '')} is not on {socket.gethostname()}, where the learner runs: give --storage a "
                 "URL, or a folder that all machines share"
             )
-        self._learner = self._fresh()  # also if a state is loaded into it: an update may have failed half-way
+        self._learner = self._fresh()  # never the old learner: an update may have failed half-way
         if name is not None:
             state: dict[str, Any] = {}
             if self._workers.is_first:
@@ -135,7 +134,7 @@ class LearnerState:
 
 class LocalRLExecutor:
     """One engine and one learner in this process. With `sleeps` the engine gives its memory back while the learner
-    works; `isolated` as in a sweep."""
+    works. `isolated` is `grade_table`'s."""
 
     def __init__(
         self, recipe: RLRecipe, engine: EngineConfig, *, tensor_parallel: int = 1, sleeps: bool, isolated: bool = False

@@ -130,9 +130,9 @@ def wasserstein(inference_S: np.ndarray, weights_WS: np.ndarray, training: np.nd
 
 
 def coupling_cost(inference_SN: np.ndarray, training_SN: np.ndarray) -> float:
-    """An upper bound of Wasserstein-1 under the l1 metric: the least mean cost of pairing both sides in one order.
+    """An upper bound of Wasserstein-1 under the l1 metric: both sides are sorted and paired, in the cheapest order.
 
-    The orders are by the sum of the ratios, and by each slot, with ties broken by the other slots.
+    Tried are the orders by the sum of the ratios, and by each slot, with ties broken by the other slots.
     """
     size = inference_SN.shape[1]
     grid = np.union1d(

@@ -79,9 +79,9 @@ class Contained:
         """The next line without its end; `None` after the last line.
 
         Raises `OverflowError` if the line is longer than `longest` bytes. Raises `TimeoutError` if the process, and
-        the `others` that it waits for, take more than `seconds` for the line. These seconds leave out waits for a busy
-        processor; with them the line may take `PATIENCE` times as long. So a busy machine fails no right program, and
-        a program that sleeps holds its place no longer than on a free machine.
+        the `others` that it waits for, take more than `seconds` for the line. Waits for a busy processor are not in
+        these seconds; with such waits the line may take `PATIENCE` times as long. So a busy machine fails no right
+        program, and a program that sleeps holds its place no longer than on a free machine.
         """
         start = time.monotonic()
         usage_before = ProcessorUse() if b"\n" in self._buffer else self._usage(others)

@@ -7,8 +7,8 @@ ours and the prompt says so (`text_by="this project"`); nobody else's text is ma
 benchmark files that the projects released.
 
 Every recipe decodes greedily. Which value grades an answer does not depend on the recipe, so that scores of different
-recipes compare: `Task.grader` decides, and strict and flexible values are recorded side by side. `extraction` says
-what the source counts.
+recipes can be compared: `Task.grader` decides, and strict and flexible values are recorded side by side.
+`extraction` says what the source counts.
 """
 
 from collections.abc import Mapping

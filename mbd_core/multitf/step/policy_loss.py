@@ -26,11 +26,11 @@ from mbd_core.multitf.step.loss import DENSE, Scores, hidden_states, in_pieces, 
 from mbd_core.multitf.step.objective import PolicyObjective
 
 LARGEST_LOG_RATIO = 10.0
-"""Beyond it a ratio, and the exponential of a KL estimate, are constants, so that no update becomes infinite."""
+"""Log-ratios are clamped to this size before their exponential is taken, so that no update becomes infinite."""
 
 
 NUM_SLOTS = 8
-"""The number of slots told apart; the last holds all later slots too."""
+"""The number of slots with sums of their own; the last one also has the labels of all later slots."""
 FORWARDS = (2, 4, 8, 16)
 """The bounds, inclusive, of the parts of a rollout's forwards."""
 PARTS = tuple(f"slot_{slot}" for slot in range(1, NUM_SLOTS + 1)) + tuple(
@@ -56,7 +56,7 @@ SUMS = (
     *(f"labels_{part}" for part in PARTS),
 )
 LARGE = 0.1
-"""A larger difference of log-probabilities counts as large."""
+"""Larger differences of log-probabilities are counted in `d_large`."""
 
 PolicyLoss = tuple[Tensor, Tensor]
 """The loss, a scalar with gradient; then `MAXIMA` and `SUMS` of its labels, in float64."""

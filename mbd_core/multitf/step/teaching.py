@@ -1,6 +1,6 @@
 """Learning from an autoregressive teacher: its next-token distributions as targets at masked positions.
 
-`TeacherSettings` has the divergence's formula. It is OPDLM's (arXiv:2606.06712), there on the student's own answers.
+`TeacherSettings` has the divergence's formula. OPDLM (arXiv:2606.06712) uses it on the student's own answers.
 
 Shape legend: N labels, D hidden, V vocabulary.
 """

@@ -389,8 +389,8 @@ def expert_parts(
     """The terms (T, K, D) of `experts.loop_experts`'s sum.
 
     `scales` are FP8 stacks' scales. The ids E to E + S - 1 are the `shared` experts, in the dtype of `x_TD`; the next
-    id is no expert. `tiles` are by default `tiles_for`'s; they change times and rounding. Raises `ValueError` for
-    weights that are not contiguous, and for blocks of scales that do not fit any cut of the products.
+    id is no expert. `tiles` default to those of `tiles_for`; other tiles change speed and rounding. Raises
+    `ValueError` for weights that are not contiguous, and for blocks of scales that no tile size fits.
     """
     for name, weight in (*zip(("gate", "up", "down"), (gate_EFD, up_EFD, down_EDF), strict=True), *_named(shared)):
         if not weight.is_contiguous():

@@ -202,7 +202,7 @@ def by_type(forms: Mapping[str, str], *, default: str | None = None) -> Discrimi
 
 def validation_error(error: ValidationError, kind: type[Strict]) -> ApiError:
     """The client's error for a pydantic error on a request of this kind: its first mistake."""
-    if error.error_count() > MAX_ERRORS:  # to list them takes long
+    if error.error_count() > MAX_ERRORS:  # listing them takes long
         return ApiError(400, f"more than {MAX_ERRORS} mistakes, unknown fields among them", code="unknown_field")
     first = error.errors(include_url=False)[0]
     kind_of_error, message = first["type"], _own_words(first["msg"])

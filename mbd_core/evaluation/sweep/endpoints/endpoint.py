@@ -329,8 +329,8 @@ class EndpointStage:
     def __call__(self, table: pa.Table) -> pa.Table:
         """The table (`PLANNED_COLUMNS`) with texts, seconds and the counts that endpoints report (`DECODED_COLUMNS`).
 
-        After an exception, requests that have not begun are dropped. Nobody waits for requests under way, not even the
-        end of the process, because an answer may take minutes.
+        After an exception, requests that have not begun are dropped. Requests under way are not waited for, even when
+        the process ends, because an answer may take minutes.
         """
         rows: list[DecodedRow] = table.to_pylist()
         waiting, outcomes = deque(in_turns(rows)), SimpleQueue[BaseException | None]()
