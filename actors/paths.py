@@ -4,7 +4,7 @@ A cluster's machines may share no disk. So each option that is a path says who o
 work, a small task on each node with room for the job's processes reports the contents of these paths. Workers read the
 same contents as the job. If a node lacks them, they go through Ray's object store into that node's cache when a worker
 there first asks for them. The job is refused if a path is too large to copy, or if a shared folder is not one folder
-for all. A worker on a node that joins later looks for itself when it asks (`JobPaths.fetch`, `JobPaths.check_shared`).
+for all. A worker on a node that joins later checks the paths itself (`JobPaths.fetch`, `JobPaths.check_shared`).
 `serve deploy` leaves no process that could hold a copy, so all nodes must have its paths (`check_everywhere`).
 """
 

@@ -202,7 +202,8 @@ def run_forward(
     prefix: Annotated[int, Ge(1), Flag("Stored tokens before each row.", DATA)] = 150,
     measuring: Annotated[BenchmarkOptions, Fields("repeats", "threads", "json")] = TWENTY_TIMES,
 ) -> None:
-    """An autoregressive model's forward and step on this CPU, beside transformers' forward of as many tokens.
+    """An autoregressive model's forward and step on this CPU, compared with transformers' forward of the same number
+    of tokens.
 
     The cases are one row with 1, 8, 16 or 32 new tokens, and eight rows with one new token. Steps and forwards take
     turns; the medians count.
@@ -439,7 +440,7 @@ def run_rounding(
     ] = None,
     measuring: Annotated[BenchmarkOptions, Fields("json")],
 ) -> None:
-    """What rounded weights cost a model in accuracy, and what they save in memory.
+    """The accuracy that rounded weights cost a model, and the memory that they save.
 
     The model's logits are compared before and after rounding, at half of the positions of each solution: with all
     tokens shown, and with those positions masked as in decoding. The texts are both tasks' test problems; a model

@@ -70,7 +70,8 @@ class Topology:
         return min(amount // count for count, amount in counts if count)
 
     def check(self, nodes: Sequence[Resources], *, spare_cpus: int = 0) -> None:
-        """Raise `ClusterTooSmall` if not all processes find room, or if fewer than `spare_cpus` CPUs are left then."""
+        """Raise `ClusterTooSmall` if not all processes find room, or if fewer than `spare_cpus` CPUs are left beside
+        them."""
         check_room([self], nodes, spare_cpus=spare_cpus)
 
 

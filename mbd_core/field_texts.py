@@ -17,7 +17,7 @@ def form_of(item: Field) -> Mapping[str, Any]:
 
 
 def field_at(path: str, items: Mapping[str, Field], name: str) -> Field:
-    """The field with a path. Raises `ValueError`, which begins with `name`, for a path without a field."""
+    """The field with a path. Raises `ValueError`, whose message begins with `name`, for a path without a field."""
     if path in items:
         return items[path]
     inside = [known for known in items if known.startswith(f"{path}.")]

@@ -58,7 +58,7 @@ from mbd_core.serving.tokens.served_model import EngineLimits, ServedModel
 
 log = logging.getLogger("ray.serve")
 
-LIMITS_PAUSE = 0.2  # between two attempts to ask a replica for its limits
+LIMITS_PAUSE = 0.2  # seconds between two attempts to ask a replica for its limits
 STATE_SECONDS = 5.0  # time for all replicas to answer `/health`
 LEARN_SECONDS = 2.0  # time that a list of models waits for the replicas' limits
 RECENT_SECONDS = 1.0  # largest age of a cached state, for `/ready` and for callers of `/health` without a key
@@ -127,7 +127,7 @@ class ServedRoute:
         return await asyncio.shield(self._states)
 
     def forget_states(self) -> None:
-        """Drop the cached states after an order; the next caller gets new ones."""
+        """Drop the cached states after an order; the next caller gets new states."""
         self._states = None
 
     async def _ask_states(self) -> list[ReplicaState]:

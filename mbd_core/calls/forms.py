@@ -53,7 +53,7 @@ GLM = CallForm(
     tail="</tool_call>",
     between="\n",
 )
-"""GLM-4.5 and 4.6. GLM-4.7 writes it without line breaks."""
+"""GLM-4.5 and 4.6. GLM-4.7 writes this form without line breaks (`GLM_COMPACT`)."""
 GLM_COMPACT = replace(
     GLM,
     name="glm-compact",

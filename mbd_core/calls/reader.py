@@ -1,4 +1,4 @@
-"""From an answer's growing text to its calls: content up to the first call, then one call after the other.
+"""Reads the calls in an answer's growing text: content up to the first call, then one call after the other.
 
 Calls are given in OpenAI's deltas, their arguments as pieces of the text of a JSON object.
 """

@@ -38,7 +38,7 @@ WEIGHTS_ENDINGS = (
     ".index.json",
     METADATA,
 )
-# In no folder of changed weights: an adapter beside them would be applied a second time.
+# Files that no folder of changed weights gets: an adapter beside the weights would be applied a second time.
 NEVER_CARRIED = (MANIFEST, "adapter_config.json", "trainer_state.json")
 # Settings of quantized weights; ours are not quantized.
 QUANTIZATION_FILES = ("hf_quant_config.json", "quant_config.json", "quantize_config.json")

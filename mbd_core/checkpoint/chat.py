@@ -1,4 +1,5 @@
-"""Chats to prompt ids, and generated ids to text: all rooms use a tokenizer and its template through this file.
+"""Turns chats into prompt ids, and generated ids into text: all rooms use a tokenizer and its template through this
+file.
 
 Calls of functions have a form (`mbd_core/calls`), which is recognised from the template. A template without tools gets
 the tools, and the form, in a system turn.

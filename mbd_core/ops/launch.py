@@ -16,8 +16,8 @@ _watcher: ContextVar[Callable[[str], None] | None] = ContextVar("watcher", defau
 class Kernel:
     """A Triton kernel, compiled by its first call (or, under Triton's interpreter, prepared for it).
 
-    Triton is imported then and not before, so that the kernel's file can be imported without Triton. The file's global
-    `tl` becomes `triton.language`, and the functions that its kernels call, `parts`, are compiled.
+    Triton is imported by that call and not before, so that the kernel's file can be imported without Triton. The
+    file's global `tl` becomes `triton.language`, and the functions that its kernels call, `parts`, are compiled.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ from mbd_core.decoding.canvas.plan import Query
 
 @dataclass
 class Lane:
-    """The tokens of a canvas (L,), on the host. Masked is a boolean, never "token == mask id".
+    """The tokens of a canvas (L,), on the host. `masked` is stored, and never computed as "token == mask id".
 
     log_probs  log-probability of each token in the forward that accepted it
     steps      number of this forward

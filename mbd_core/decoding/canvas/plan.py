@@ -61,9 +61,9 @@ class CanvasTask:
 class Query:
     """One row of a forward: positions [start, stop) of one lane.
 
-    Their keys and values replace the old ones in the lane's cache before any position attends; then each position
-    attends to the lane's first `num_keys` keys (`None`: all `length` of a canvas), without a mask. With `causal` each
-    position attends to the keys up to its own, and `num_keys` is `stop`.
+    Their keys and values replace the old keys and values in the lane's cache before any position attends. Then each
+    position attends to the lane's first `num_keys` keys (`None`: all `length` of a canvas), without a mask. With
+    `causal` each position attends to the keys up to its own, and `num_keys` is `stop`.
 
     tokens     (Q,) int64 input ids, the mask id where masked
     logits_at  (A,) absolute positions in [start, stop) whose logits are returned. If the logits of position p - 1

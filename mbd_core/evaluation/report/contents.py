@@ -49,7 +49,7 @@ class SweepNumbers:
     labels    column heads by task
     settings  the facts that a reader needs to judge the numbers
     times     the speeds of timed configurations
-    seconds   of endpoints' answers
+    seconds   the seconds of endpoints' answers
     harness   metrics of lm-evaluation-harness's tasks, and of the groups asked for
     """
 

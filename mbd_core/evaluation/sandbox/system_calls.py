@@ -44,7 +44,8 @@ CALLS = """
     getrusage 98 165, uname 63 160, sysinfo 99 179, getrandom 318 278, wait4 61 260, waitid 247 95, exit 60 93,
     exit_group 231 94
 """
-# With bubblewrap also: its own start of Python, the change of user before the program, and files in the own folder
+# With bubblewrap also: its own start of Python, the change of user before the program, and files in the program's own
+# folder
 WRITES = """
     execve 59 221, setresuid 117 147, setresgid 119 149, setgroups 116 159, creat 85 -, unlink 87 -,
     unlinkat 263 35, rename 82 -, renameat 264 38, renameat2 316 276, mkdir 83 -, mkdirat 258 34, rmdir 84 -,

@@ -1,10 +1,10 @@
 """The model's floating-point operations in an update, the device's peak, and their ratio, MFU.
 
-MFU is operations that the model asks for, over seconds, over the peak of all workers' devices. The pairs of tokens
-that see each other count; further pairs of a dense mask do not. The backward pass counts twice the forward. With
-frozen matrices it counts as much as the forward (under LoRA the adapter's own operations are left out). Layers that
-the backward pass computes again do not count twice. A roll-out or a teacher is one more forward. The last layer's MLP
-and the head compute only the predicted tokens.
+MFU is the model's operations divided by the seconds and by the peak of all workers' devices. The pairs of tokens that
+see each other count; further pairs of a dense mask do not. The backward pass counts twice the forward. With frozen
+matrices it counts as much as the forward (under LoRA the adapter's own operations are left out). Layers that the
+backward pass computes again do not count twice. A roll-out or a teacher is one more forward. The last layer's MLP and
+the head compute only the predicted tokens.
 """
 
 import re

@@ -45,8 +45,8 @@ class Totals:
 def weighed(batch: ReplayBatch, objective: PolicyObjective, totals: Totals, *, num_workers: int = 1) -> ReplayBatch:
     """The batch of an update, or of a worker's share of it, with the weights of an objective's sums.
 
-    `totals` are the totals of all workers. The workers' gradients are averaged, so each worker's weights are
-    `num_workers` times its part.
+    `totals` are the totals of all workers. The workers' gradients are averaged, so each worker multiplies its weights
+    by `num_workers`.
     """
     is_label = batch.labels != IGNORE
     weights = torch.zeros_like(batch.weights)

@@ -36,7 +36,8 @@ class ExpertParts:
 class RankParts:
     """A part (T, D) on each tensor-parallel rank, in the dtype of the stream, not yet summed.
 
-    addresses_G  int64: the parts' addresses, readable here and written before the next kernel; 16 divides them
+    addresses_G  int64: the parts' addresses, multiples of 16. This rank can read the parts, and they are written
+                 before the next kernel
     """
 
     addresses_G: Tensor

@@ -71,8 +71,9 @@ class GenerationRequest(StructuredFields, OtherGenerationFields):
     """the name of a served model or of an adapter; 404 for another"""
     max_tokens: PositiveInt | None = None
     """tokens of the answer without its EOS; default: the `max_new_tokens` of the model's `generation_config.json`, or
-    256 without it, but at most what fits. A number that does not fit is refused (`context_length_exceeded`). Positions
-    after the last token are not decoded, so a smaller number may give a different text, not only a shorter one"""
+    256 without it, but at most the tokens that fit. A number that does not fit is refused (`context_length_exceeded`).
+    Positions after the last token are not decoded, so a smaller number may give a different text, not only a shorter
+    one"""
     stream: bool | None = None
     """the answer as server-sent events; default `false`"""
     stream_options: StreamOptions | None = None

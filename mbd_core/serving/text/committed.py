@@ -34,7 +34,7 @@ class StopMatcher:
     def push(self, text: str) -> tuple[int, int] | None:
         """Append `text`. Returns the end, in `text`, of the first complete stop string, and the string's length.
 
-        If two stop strings are complete at the same character, the longer one counts. Nothing may be pushed after a
+        If two stop strings are complete at the same character, the longer string counts. Nothing may be pushed after a
         match.
         """
         for end, letter in enumerate(text, start=1) if self._stops else ():
@@ -82,8 +82,8 @@ class CommittedText:
     ending that may be the beginning of a stop string is held back too. The text ends before the first complete stop
     string; if two strings are complete at the same character, before the longer string.
 
-    The window holds the last tokens with released text and all tokens without it, because some tokenizers decode a
-    token depending on the tokens before it.
+    The window holds the last tokens whose text is released, and all tokens whose text is not, because some tokenizers
+    decode a token depending on the tokens before it.
     """
 
     def __init__(

@@ -21,9 +21,9 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0  # seconds between two attempts to find a
 class ResumingSource:
     """Replicas as one source that does not lose a request.
 
-    After the loss of its replica a request is tried at other replicas for `retry_seconds`, even while all are full,
-    because it was accepted. `on_loss` is called after each loss, once the request runs again or has failed. If the
-    client leaves during the search, the request is cancelled, and `on_loss` is not called.
+    After the loss of its replica a request is tried at other replicas for `retry_seconds`, even while all replicas are
+    full, because the request was accepted. `on_loss` is called after each loss, once the request runs again or has
+    failed. If the client leaves during the search, the request is cancelled, and `on_loss` is not called.
     """
 
     def __init__(
