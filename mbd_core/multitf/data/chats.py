@@ -1,4 +1,4 @@
-"""A row's conversation, and its form for a chat template: reasoning under the template's name, variables."""
+"""A row's conversation, and its form for a chat template, where reasoning has the template's name for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Chat(NamedTuple):
     """A row's name, its conversation, and the functions that it may call, as a chat template shows them.
 
-    `variables` are further variables of the template. `untrained` are the places of messages that are only context.
+    `variables` are further variables of the template. `untrained` are the indices of messages that are only context.
     """
 
     name: str

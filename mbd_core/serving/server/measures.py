@@ -7,7 +7,7 @@ client gets a block at once. Four times follow from the arrivals of a choice's t
        |--- time to first token ---| commit |-- inter-token latency --| commit |--- ... ---| commit
        |------------------------------------- end to end ----------------------------------------|
 
-Each gap between two commits is one inter-token latency, however many tokens come after it. The time per output token
+Each gap between two commits is one inter-token latency, however many tokens a commit has. The time per output token
 spreads the time from the first commit to the last over all tokens but the first, as the field's tools do. A choice
 whose tokens all come in one commit has a time per output token of 0; a choice of a single token has none.
 """
@@ -35,8 +35,8 @@ class RequestMeasures:
     prompt_tokens, generation_tokens  tokens of accepted prompts, and generated tokens
     finished        choices that ended by themselves, by finish reason
     aborted         choices that ended because their client left or an administrator aborted them
-    errors          API requests that were refused or failed, by HTTP status; if a stream fails after its status was
-                    sent, the status that it would have had
+    errors          API requests that were refused or failed, by HTTP status; a stream that fails later counts under
+                    the status of its error, not the status sent
     lost_replicas   how often a choice lost its replica and then continued at another replica or failed
     """
 
@@ -147,7 +147,7 @@ class RequestWatch:
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """Passes exceptions of the block to `on_error`, and on."""
+        """Report exceptions of the block to `on_error`, and raise them again."""
         try:
             yield
         except BaseException as error:
@@ -155,7 +155,7 @@ class RequestWatch:
             raise
 
     def on_close(self) -> None:
-        """Counts the unfinished choices as aborted, because nobody waits for the request any more."""
+        """Nobody waits for the request any more: count its unfinished choices as aborted."""
         if not self._ended:
             self._ended = True
             self._measures.aborted += len(self._choices) if self._accepted else 1
