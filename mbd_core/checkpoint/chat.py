@@ -116,9 +116,9 @@ def chat_text(
     text ends after it. With `continues`, the text ends with the last message's text. `variables` are further variables
     of the template. `form_name` overrides the template's form of calls.
 
-    Control tokens that messages, tools and variables spell stay text; by default `masking` is the masking of these
-    texts. Raises `ValueError` if the tokenizer has no template or the template refuses the chat (the order of roles).
-    Raises `VariableRefused` for a variable that cannot be set or that the template cannot use.
+    Control tokens that messages, tools and variables spell stay text. `masking` masks them; by default it is made here
+    from these texts. Raises `ValueError` if the tokenizer has no template or the template refuses the chat (the order
+    of roles). Raises `VariableRefused` for a variable that cannot be set or that the template cannot use.
     """
     if not tokenizer.chat_template:
         raise ValueError("the model's tokenizer has no chat template; send a plain prompt instead")

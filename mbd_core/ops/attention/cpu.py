@@ -24,7 +24,7 @@ from mbd_core.ops.attention.definition import BoundAttention, RowLayout, attend,
 # The blocks of a prompt chunk see more and more keys; a call with more queries than this would mostly compute masked
 # pairs.
 _MOST_QUERIES = 512
-# Sequences whose key counts differ by less than this factor share a call; the shorter ones are padded.
+# Sequences whose key counts differ by less than this factor share a call; shorter sequences are padded.
 _PADDING = 1.25
 # Sequences with at most this many keys count as equally long.
 _SHORT = 256
@@ -32,7 +32,7 @@ _SHORT = 256
 _MOST_KEYS = 2048
 # A call may compute this many padded query-key pairs: they cost less than another call.
 _PADDED_PAIRS = 4096
-# Masks of up to this number of elements are made once a step, larger ones once a layer.
+# Masks of up to this number of elements are made once a step, larger masks once a layer.
 _KEPT_MASK = 2**22
 # A sequence with more keys than this is attended in tiles.
 LONG = 1000
@@ -68,7 +68,7 @@ class Bundle:
 
     @cached_property
     def visible_GQL(self) -> Tensor | None:
-        """The visible keys of each query; `None` if every query sees all."""
+        """The visible keys of each query; `None` if every query sees all keys."""
         has_window = self.first_keys_GQ is not None and bool(self.first_keys_GQ.any())
         if self.kv_lens_GQ.min() == self.num_keys and not has_window and self.hidden_GQ2 is None:
             return None
@@ -115,9 +115,9 @@ def bind(layout: RowLayout) -> BoundAttention:
 def plan_bundles(layout: RowLayout) -> tuple[Bundle, ...]:
     """The bundles of a batch. They depend only on its layout, so one plan serves all layers of a step.
 
-    Neighbouring rows with the same pages are one sequence. Sequences with equally many queries and similar numbers of
-    keys share a bundle. The row lengths are read once on the host. The Python work grows with the rows, not with the
-    tokens.
+    Neighbouring rows with the same pages are one sequence. Sequences with similar numbers of keys share a bundle, if
+    padding their queries costs little. The row lengths are read once on the host. The Python work grows with the rows,
+    not with the tokens.
     """
     bounds, kv_lens = layout.cu_seqlens_q.tolist(), layout.kv_lens_R.tolist()
     if layout.causal_R is None:
@@ -263,8 +263,8 @@ def _viewed_keys(bundle: Bundle, k_pages: Tensor, v_pages: Tensor, start: int, s
 class _QueryTile:
     """Queries of one sequence, stacked over the query heads of a key head, with their sums over keys so far.
 
-    q_KMC      scaled, so that powers of two of the scores are their exponentials
-    kv_lens_M  the number of visible keys of each row, from the least to the most
+    q_KMC      scaled queries: powers of two of their scores are the exponentials of the scores
+    kv_lens_M  the number of visible keys of each row; `least` and `most` are its bounds
     """
 
     q_KMC: Tensor

@@ -24,7 +24,7 @@ tl: Any = None  # triton.language, set when a kernel is compiled
 class ExpertParts:
     """The weighted outputs of each token's experts, not yet summed.
 
-    y_TKD        float32; for a token whose ids `ids_TK` are `num_experts` it is uninitialised memory
+    y_TKD        float32; uninitialised for a token without experts, whose ids in `ids_TK` are all `num_experts`
     """
 
     y_TKD: Tensor
