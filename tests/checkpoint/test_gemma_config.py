@@ -52,7 +52,7 @@ def test_the_last_layer_is_global_whatever_its_type() -> None:
         (
             {},
             {"rope_parameters": ROPES | {"sliding_attention": {"rope_type": "yarn"}}},
-            "'default' alone",
+            "only rope_type='default'",
         ),
         (
             {},

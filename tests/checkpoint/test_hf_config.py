@@ -170,7 +170,7 @@ def test_a_value_that_changes_the_network_is_refused(family: str, changes: dict,
     [
         (
             {"architectures": ["GPT2LMHeadModel"]},
-            r"\['GPT2LMHeadModel'\]; supported: A2DLlamaLMHeadModel, ",
+            r"\['GPT2LMHeadModel'\]; supported: exactly one of A2DLlamaLMHeadModel, ",
         ),
         ({"hidden_size": None}, "no 'hidden_size'"),
         ({"mask_token_id": 1}, "mask_token_id=1 is also an EOS id"),
