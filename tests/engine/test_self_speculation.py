@@ -190,7 +190,7 @@ def test_what_cannot_be_had_is_refused_in_a_sentence(model: Decoder) -> None:
             "decodes with ar or linear-spec or dlm, not block by block",
         ),
         ({"grammar": Grammar(syntax="regex", text="a*"), "ignore_eos": False}, "no guide follows drafts"),
-        ({"frames": True}, "causal has not"),
+        ({"frames": True}, "causal has none"),
         ({"rollout": True}, "with causal"),
         ({"logprobs": True, "top_logprobs": 2}, "with causal"),
         ({"decoding": DecodingConfig(block_size=B, causal=Causal(block_length=99))}, "32 positions of this engine"),

@@ -375,7 +375,7 @@ def test_a_resumed_answer_goes_on_inside_its_grammar(loaded: LoadedModel) -> Non
         *(
             (
                 {"grammar": Grammar(syntax="json_schema", text=json.dumps({"items": bounds}))},
-                "a bound less than 1 away",
+                "another bound less than 1 away",
             )
             for bounds in (
                 {"type": "number", "exclusiveMinimum": 0, "maximum": 0.5},
