@@ -1,6 +1,6 @@
 """The study of reinforcement learning on ledger-mini: arms with several seeds, and a report from their rows alone.
 
-study.json          the arms and the size; a folder of another study is refused
+    study.json          the arms and the size; a folder of another study is refused
     runs/ARM-sSEED      a run; its model is in `model`
     rows/ARM-sSEED.parquet, training/ARM-sSEED.parquet
                         its graded answers to unseen problems, and the numbers of its iterations

@@ -1,6 +1,6 @@
 """d3LLM: several blocks of a canvas at once, accepted by entropy, with a delayed cache.
 
-prompt | block | block | block |  masks: blocks that are not yet added
+    prompt | block | block | block |  masks: blocks that are not yet added
     committed -----^                ^end of the added blocks: only positions before it may be filled
 
 A block is added when its predecessor has enough tokens, and becomes active when its predecessor is nearly done. Every

@@ -1,6 +1,6 @@
 """Block by block: rows without order fill a block's masks unstored, then a row stores the block (`dlm`).
 
-denoise  [seed, mask, mask, ...]   no order -> the masks' tokens, by confidence
+    denoise  [seed, mask, mask, ...]   no order -> the masks' tokens, by confidence
     store    [seed, t1, t2, ...]       causal   -> the last row gives the next block's seed
 
 The blocks begin at the prompt's end. The first seed comes from the causal row of the prompt's last token. A block with

@@ -1,6 +1,6 @@
 """Token by token: the last token's causal row gives the next token; one causal row verifies a whole draft.
 
-plain   [next]                       causal   -> the token behind it
+    plain   [next]                       causal   -> the token behind it
     draft   [next, mask, mask, ...]      no order -> the masks' tokens, in one forward or, with `tau`, in several
     verify  [next, d1, d2, ...]          causal   -> row i predicts position i + 1
 

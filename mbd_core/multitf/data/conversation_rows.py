@@ -1,6 +1,6 @@
 """A user's row as a conversation: a column's meaning follows from its name, its neighbours, or an option.
 
-messages | conversations       a list of messages; beside it a system prompt, tools, variables of the template
+    messages | conversations       a list of messages; beside it a system prompt, tools, variables of the template
     prompt, response               and all pairs of such names; each is a text or a list of messages
     instruction, input, output     and history, a list of pairs of texts (Alpaca)
 

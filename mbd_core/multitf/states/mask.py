@@ -3,7 +3,7 @@
 A training sequence is `[x_t^1; ...; x_t^n; x_0]`: one noisy stream per layout and one clean stream they share. A token
 carries three numbers, and nothing else decides its visible keys:
 
-stream  0 for the clean tokens, 1..n for the noisy stream of layout n, -1 for padding
+    stream  0 for the clean tokens, 1..n for the noisy stream of layout n, -1 for padding
     block   beta, its block
     first   alpha, the first block of its noise-group; for a clean token its block + 1
 
@@ -17,7 +17,7 @@ Native D2F is one noisy stream in one group: block 0 is the prompt, the response
 
 With one layout of two groups of two blocks (columns are keys):
 
-noisy 1 2 3 4   clean 1 2 3 4
+             noisy 1 2 3 4   clean 1 2 3 4
     noisy 1        x               .
     noisy 2        x x             . .
     noisy 3            x           x x .

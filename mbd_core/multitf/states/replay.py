@@ -3,13 +3,13 @@
 A rollout's step map names the forward that decided each token. Forward k saw the prompt, the tokens with a step less
 than k, and masks elsewhere. It is rebuilt as a window of blocks under the predicate of `mask.py`:
 
-first(k)  the first block with a token of step >= k; earlier blocks are complete, and their keys are the clean ones
+    first(k)  the first block with a token of step >= k; earlier blocks are complete, and their keys are the clean ones
     last(k)   the last block with a token of step k: attention is block-causal, so later blocks do not matter
     content   a token where its step is less than k, else the mask; labels where its step is k
 
 Four slots, blocks of two, `. ` for a mask, labels in brackets; forward 3 begins at block 2, since block 1 is complete:
 
-steps      1 2 | 1 3 | 2 3 | 4 4
+    steps      1 2 | 1 3 | 2 3 | 4 4
     forward 1  [][]  [] .                  blocks 1 to 2
     forward 2  a []  b .   [] .            blocks 1 to 3
     forward 3        b []  c []            blocks 2 to 3, after clean block 1

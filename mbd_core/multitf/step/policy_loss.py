@@ -2,7 +2,7 @@
 
 With `lp` a token's log-probability now, `old` its log-probability when it was sampled, and A its answer's advantage:
 
-reinforce  -A lp                                            REINFORCE, here with the advantage of its group
+    reinforce  -A lp                                            REINFORCE, here with the advantage of its group
     clipped    -min(r A, clip(r, 1 - c, 1 + c') A), r = e^(lp - old)     PPO; c' above c as in DAPO
                and at most -d A where A < 0                              dual-clip PPO
     k3         e^(ref - lp) - 1 - (ref - lp), for KL(now || ref)         Schulman's estimate, as in GRPO
