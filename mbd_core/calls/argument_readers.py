@@ -150,7 +150,6 @@ class _LiteralReader:
         self._open: list[str] = []
         self._quote = ""  # of the open string
         self._is_key = False  # whether a key comes next, or is being read
-
         self.has_ended = False
 
     def read(self, text: str) -> tuple[str, int]:

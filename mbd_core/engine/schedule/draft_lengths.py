@@ -27,7 +27,7 @@ LEAST_STEPS = 16
 TILE = 8
 """Numbers of positions within a tile are measured together; kernels compute whole tiles."""
 EXACT_BITS = 4
-"""Beyond so many bits of tiles, measures of neighbouring tiles are joined: they differ by an eighth at most."""
+"""Above this number of bits, neighbouring numbers of tiles are measured together: they differ by at most an eighth."""
 KEPT_MEASURES = 8
 """Steps of a size that count. Their lower quartile is the expected seconds, so that delayed steps change nothing."""
 KEPT_STEPS = 512
