@@ -15,7 +15,8 @@ from mbd_core.decoding.answers.slots import Frame, SlotState, StepTrace
 from mbd_core.decoding.blocks.request import FinishReason, StepOutput
 from mbd_core.decoding.blocks.sampling import log_probability
 from mbd_core.engine.measures import EngineCounts, ForwardPart
-from mbd_core.engine.schedule.drafting import DraftedStep, Drafting, StepLoad
+from mbd_core.engine.schedule.drafting import DraftedStep, Drafting
+from mbd_core.engine.schedule.forward_seconds import StepLoad
 from mbd_core.engine.schedule.pacing import Pacer
 from mbd_core.engine.schedule.scheduler import PrefillChunk
 from mbd_core.engine.seating import Seating

@@ -23,13 +23,12 @@ from mbd_core.decoding.causal.verified import DraftRound
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.schedule.draft_lengths import (
-    KEPT_STEPS,
     LEAST_STEPS,
     ConfirmedRates,
     DraftLengths,
-    ForwardSeconds,
     expected_tokens,
 )
+from mbd_core.engine.schedule.forward_seconds import StepLoad
 from mbd_core.engine.sequences.admission import RequestRefused
 from mbd_core.engine.step.batch import Batch
 from mbd_core.models.decoder import Decoder, init_weights
@@ -240,20 +239,6 @@ def test_tokens_behind_an_ending_token_count_for_nothing() -> None:
     assert rates[0].of(2)[1] == rates[0].of(2)[0]
 
 
-def test_a_slow_step_changes_nothing_and_an_old_measure_is_forgotten() -> None:
-    seconds = ForwardSeconds()
-    for _ in range(8):
-        for positions in (8, 32):
-            seconds.observe(positions, positions / 8)
-    seconds.observe(8, 100.0)
-    assert [seconds.of(n) for n in (1, 8, 16, 32, 64)] == [1, 1, 2, 4, 8]
-    seconds.observe(16, 50.0)
-    assert seconds.of(16) == 50
-    for _ in range(KEPT_STEPS):
-        seconds.observe(8, 1.0)
-    assert seconds.of(16) == 1
-
-
 def test_the_most_tokens_a_second_are_chosen() -> None:
     assert expected_tokens((2, 2), (0.5, 0.5)) == 1 + 0.5 + 0.25 + 0.125
     lengths = DraftLengths()
@@ -266,11 +251,40 @@ def test_the_most_tokens_a_second_are_chosen() -> None:
     )
     for _ in range(LEAST_STEPS):
         assert lengths.choose(nearly_full, lengths.rates_of_answer(), num_running=1) == 1
-        lengths.seconds.observe(16, 1.0)
+        lengths.seconds.observe(StepLoad(1, 16), 1.0)
     for positions in (32, 64):
-        lengths.seconds.observe(positions, positions / 16)
+        lengths.seconds.observe(StepLoad(1, positions), positions / 16)
     for first, number in ((nearly_full, 2), (empty, 1)):
         assert lengths.choose(first, lengths.rates_of_answer(), num_running=1) == number
+
+
+@pytest.mark.parametrize("running", [1, 4])
+@pytest.mark.parametrize(
+    ("cost", "agree", "number"),
+    [
+        (lambda positions: 1.0, (8, 8, 8), 3),  # positions are free
+        (lambda positions: float(positions), (8, 8, 8), 1),  # positions are all
+        (lambda positions: 100.0 + positions, (8, 8, 8), 3),
+        (lambda positions: 40.0 + positions, (8, 1, 8), 1),
+        (lambda positions: 40.0 + positions, (8, 8, 0), 2),
+    ],
+)
+def test_the_choice_is_clear_where_costs_and_drafts_are(
+    cost: Callable[[int], float], agree: tuple[int, ...], number: int, running: int
+) -> None:
+    """By given seconds, whatever number is drafted until then; `agree` are the confirmed tokens of each slot's 8."""
+    lengths, rng = DraftLengths(), random.Random(4)
+    rates = lengths.rates_of_answer()
+    rounds = [DraftRound(masks=(8,) * n, num_drafted=8 * n, num_judged=16 * n) for n in (1, 2, 3)]
+    for _ in range(100):
+        drafted = rng.randint(1, 3)
+        slots = judged(*((8, kept) for kept in agree[:drafted]))
+        each = rounds[drafted - 1]
+        rates.observe(slots, ends=())
+        for positions in (each.num_drafted, each.num_judged):
+            load = StepLoad(running, running * positions)
+            lengths.seconds.observe(load, cost(positions) * rng.uniform(0.8, 1.25))
+    assert lengths.choose(rounds, rates, num_running=running) == number
 
 
 def test_what_cannot_be_had_is_refused() -> None:

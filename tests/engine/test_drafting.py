@@ -22,8 +22,8 @@ from mbd_core.engine.schedule.drafting import (
     DraftChoices,
     DraftedStep,
     Drafting,
-    StepLoad,
 )
+from mbd_core.engine.schedule.forward_seconds import StepLoad
 from mbd_core.engine.step.batch import Batch
 from mbd_core.models.decoder import Decoder, init_weights
 

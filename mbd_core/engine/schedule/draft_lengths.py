@@ -6,13 +6,12 @@ drafts give the chance that a token is confirmed, by slot; measured steps give t
 positions.
 """
 
-from bisect import bisect_left
-from collections import defaultdict, deque
 from collections.abc import Collection, Sequence
 from itertools import zip_longest
 
 from mbd_core.decoding.answers.slots import PlannedSlot
 from mbd_core.decoding.causal.verified import DraftRound
+from mbd_core.engine.schedule.forward_seconds import ForwardSeconds, StepLoad
 
 START = 0.8
 """The chance that the first slot's tokens are confirmed, before any are judged."""
@@ -24,14 +23,6 @@ KEPT_OF_ALL = 1024
 """The same for the counts of all answers."""
 LEAST_STEPS = 16
 """Rounds draft one block until this number of steps were measured."""
-TILE = 8
-"""Numbers of positions within a tile are measured together; kernels compute whole tiles."""
-EXACT_BITS = 4
-"""Above this number of bits, neighbouring numbers of tiles are measured together: they differ by at most an eighth."""
-KEPT_MEASURES = 8
-"""Steps of a size that count. Their lower quartile is the expected seconds, so that delayed steps change nothing."""
-KEPT_STEPS = 512
-"""Steps after which a measure is forgotten. So a size that was slow once is tried again."""
 
 
 class ConfirmedRates:
@@ -76,44 +67,6 @@ class ConfirmedRates:
         return rates
 
 
-class ForwardSeconds:
-    """Expected seconds of a forward by its positions: as measured, and on straight lines between measured sizes."""
-
-    def __init__(self) -> None:
-        self.num_steps = 0
-        self._measures: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=KEPT_MEASURES))
-        self._seconds: dict[int, float] = {}  # the quartiles
-        self._last_steps: dict[int, int] = {}  # the number of the last step of each size
-
-    def observe(self, positions: int, seconds: float) -> None:
-        self.num_steps += 1
-        tiles = _tiles(positions)
-        self._measures[tiles].append(seconds)
-        self._seconds[tiles] = sorted(self._measures[tiles])[len(self._measures[tiles]) // 4]
-        self._last_steps[tiles] = self.num_steps
-        for old in [size for size, step in self._last_steps.items() if step <= self.num_steps - KEPT_STEPS]:
-            del self._measures[old], self._seconds[old], self._last_steps[old]
-
-    def of(self, positions: int) -> float:
-        """The seconds of a forward with this number of positions; some forward must have been measured."""
-        size, sizes = _tiles(positions), sorted(self._seconds)
-        at = bisect_left(sizes, size)
-        if at == 0 or len(sizes) == 1:
-            return self._seconds[sizes[0]]
-        low, high = sizes[min(at, len(sizes) - 1) - 1], sizes[min(at, len(sizes) - 1)]
-        slope = (self._seconds[high] - self._seconds[low]) / (high - low)
-        if at == len(sizes):  # larger than any measured forward
-            slope = max(0.0, slope)
-        return self._seconds[high] + slope * (size - high)
-
-
-def _tiles(positions: int) -> int:
-    """The size that a forward is measured under."""
-    tiles = -(-positions // TILE)
-    shift = max(0, tiles.bit_length() - EXACT_BITS)
-    return tiles >> shift << shift
-
-
 class DraftLengths:
     """Learns from measured forwards and judged drafts, and chooses the blocks of the next draft."""
 
@@ -126,14 +79,13 @@ class DraftLengths:
     def choose(self, rounds: Sequence[DraftRound], rates: ConfirmedRates, *, num_running: int) -> int:
         """The number of drafted blocks, as if all `num_running` requests chose alike. `rounds` are the choices: one
         block, two, ..."""
-        if self.seconds.num_steps < LEAST_STEPS:
+        if self.seconds.num_measured < LEAST_STEPS:
             return 1
         chances = rates.of(len(rounds))
-        speeds = [
-            expected_tokens(each.masks, chances)
-            / (self.seconds.of(num_running * each.num_drafted) + self.seconds.of(num_running * each.num_judged))
-            for each in rounds
-        ]
+        speeds = []
+        for each in rounds:
+            loads = [StepLoad(num_running, num_running * number) for number in (each.num_drafted, each.num_judged)]
+            speeds.append(expected_tokens(each.masks, chances) / sum(map(self.seconds.of, loads)))
         return 1 + speeds.index(max(speeds))
 
 

@@ -32,7 +32,8 @@ from mbd_core.decoding.grammar.closings import Search
 from mbd_core.decoding.grammar.guide import Guide
 from mbd_core.engine.memory.pages import PagedKVCache
 from mbd_core.engine.schedule.draft_lengths import ConfirmedRates, DraftLengths
-from mbd_core.engine.schedule.drafting import DraftChoices, StepLoad
+from mbd_core.engine.schedule.drafting import DraftChoices
+from mbd_core.engine.schedule.forward_seconds import StepLoad
 from mbd_core.engine.sequences.sequence import SequenceState
 from mbd_core.engine.step.batch import BatchRows, to_device
 from mbd_core.engine.step.runner import ModelRunner
@@ -88,7 +89,7 @@ class PlannedRuns:
         self._vocab = vocab
         self._runs: dict[int, PlannedRun] = {}
         self._lengths = DraftLengths()
-        self._measured_positions = 0  # of the last forward, if the engine chooses the drafts of some request in it
+        self._load: StepLoad | None = None  # of the last forward, if the engine chooses the drafts of some request
 
     def join(self, sequence: SequenceState) -> None:
         """Begins a sequence in its row. After a preemption a canvas begins anew, because its keys are gone. A decoder
@@ -222,7 +223,7 @@ class PlannedRuns:
     ) -> list[tuple[PlannedRun, CanvasUpdate]]:
         """Hands every decoder its part of the logits (A, V) of `rows()`, or its own reading of them; returns each
         decoder's update. Guides of answers under a grammar decide on one rank; `tries` bounds their work."""
-        self._measured_positions = 0
+        self._load = None
         if not isinstance(planned, Tensor):
             pairs = zip(self.running, planned, strict=True)
             return [(run, run.reader.take(r)) for run, r in pairs if run.reader is not None]
@@ -241,7 +242,7 @@ class PlannedRuns:
 
     def _choose_lengths(self, updates: list[tuple[PlannedRun, CanvasUpdate]], share: SharedWork) -> None:
         """Counts the judged drafts, and chooses the blocks of drafts that come next, by rank 0's measures."""
-        self._measured_positions = sum(run.num_positions for run, _ in updates)
+        self._load = StepLoad(len(updates), sum(run.num_positions for run, _ in updates))
         asked = []
         for run, update in updates:
             if run.measured is None:
@@ -261,8 +262,8 @@ class PlannedRuns:
 
     def observe(self, seconds: float) -> None:
         """The last forward, of planned rows alone, took `seconds`."""
-        if self._measured_positions:
-            self._lengths.seconds.observe(self._measured_positions, seconds)
+        if self._load is not None:
+            self._lengths.seconds.observe(self._load, seconds)
 
     @property
     def num_asked(self) -> list[int]:
