@@ -83,8 +83,7 @@ def predict(
 
 
 def placed_tops(tops_A2K: Tensor, at_A: Tensor | None, *, num_places: int) -> Tensor:
-    """`top_tokens` at places `at_A` of a flat buffer (`None`: all), (`num_places`, 2K); -1 where no logits
-    were."""
+    """`top_tokens` at places `at_A` (`None`: all) of a flat buffer (`num_places`, 2K); -1 at the other places."""
     if at_A is None:
         return tops_A2K
     buffer = tops_A2K.new_full((num_places + 1, tops_A2K.shape[1]), -1.0)
@@ -159,7 +158,7 @@ def accept_from_left(confidence_RNB: Tensor, open_RNB: Tensor, *, gate_RN: Tenso
 
 
 def leading(mask: Tensor) -> Tensor:
-    """The places of the last dimension up to which the mask is true everywhere."""
+    """The run of true values with which each line of the mask's last dimension begins."""
     return mask.long().cumprod(-1).bool()
 
 

@@ -26,7 +26,8 @@ _ALWAYS = 2**62  # a position that no answer reaches
 class Adjust:
     """The changes of P positions' logits; `rows_P` tells which batch row each belongs to.
 
-    answer_RV  how often each row's answer has each token; seen_RV: whether its prompt or its answer has it
+    answer_RV  how often each row's answer has each token
+    seen_RV    whether its prompt or its answer has the token
     """
 
     memory: "Adjustments"
@@ -110,7 +111,7 @@ class Adjustments:
         ends: Sequence[int],
         free: int,
     ) -> None:
-        """Writes a request's changes into a row. `tokens` are its prompt and the committed tokens behind it. At
+        """Writes a request's changes into a row. `tokens` are its prompt and the committed tokens after it. At
         positions below `free` none of `ends` is chosen."""
         bans = [(token, -math.inf, free) for token in ends]
         entries = [*((token, bias, _ALWAYS) for token, bias in sampling.logit_bias), *bans]

@@ -8,7 +8,7 @@ TO_CACHE block is final, as are all blocks before it, and the next forward store
 forward that verifies it sees its final tokens, and so stores it.
 
 `activate()` runs before a forward, `commit()` after it. Both are static-shape tensor work on buffers that are never
-reallocated, and every slot of a step reads the state before the step.
+reallocated. The rules of a slot read the state before the step, in all slots.
 
 Shape legend: R rows (sequences), N slots, B block size, A positions with logits.
 """
@@ -191,7 +191,7 @@ class BlockBuffer:
     @property
     def asked_RNB(self) -> Tensor:
         """The positions that need logits, because a forward may fill or revise them. If the store of a block carries,
-        its first position needs logits too: they predict the position behind the block."""
+        its first position needs logits too: they predict the position after the block."""
         changes = self.masked_RNB | (self.settings.edits_R + self.settings.softens_R > 0)[:, None, None]
         asked_RNB = changes & self.editable_RNB & self.active_RN[..., None]
         asked_RNB[..., 0] |= self.carried_RN
@@ -199,7 +199,7 @@ class BlockBuffer:
 
     @property
     def carried_RN(self) -> Tensor:
-        """Slots whose store gives the token behind their block: the last slot that a forward stores."""
+        """Slots whose store gives the token after their block: the last slot that a forward stores."""
         carried_RN = (self.state_RN == _TO_CACHE) & (self.settings.carries_R[:, None] > 0)
         carried_RN[:, :-1] &= ~carried_RN[:, 1:]
         return carried_RN
@@ -308,7 +308,7 @@ class BlockBuffer:
     def hold_to(self, max_blocks: int) -> None:
         """From the next `activate()` on, rows of adaptive requests grow to `max_blocks` resident blocks at most.
 
-        Resident blocks stay. Every row may have one block, and at most as many as its request's buffer size.
+        Resident blocks stay. A row may always have one block, and never more than its request's buffer size.
         """
         if max_blocks != self.max_blocks:
             self.max_blocks = max_blocks
@@ -471,8 +471,8 @@ class BlockBuffer:
     def _settled(self, complete: Tensor, was_complete: Tensor, changed: Tensor) -> Tensor:
         """ACTIVE slots (R, N) whose block is complete and needs no more revision.
 
-        Under T2T such a block was edited in `max_edits` forwards. A block that a forward leaves unchanged is not among
-        them, because that same forward stores it.
+        Under T2T such a block has had `max_edits` forwards without a mask, and the last one edited it. A block that a
+        forward leaves unchanged is not among them, because that same forward stores it.
         """
         settings = self.settings
         edits, softens = settings.edits_R[:, None] > 0, settings.softens_R[:, None] > 0

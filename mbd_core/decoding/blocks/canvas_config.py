@@ -80,7 +80,7 @@ class MultiBlock:
     """A block is active once the block before it has this share of its tokens. The first active block gets its best
     token in every forward."""
     cache_delay: Annotated[int | None, Ge(0), Le(MOST)] = None
-    """A block is stored this many forwards after its last position was filled; null: nothing is stored."""
+    """Forwards between the one that fills a block's last position and the one that stores it; null: none stores it."""
     refresh: Annotated[int | None, Ge(1), Le(MOST)] = None
     """With a cache: the number of forwards after which the whole canvas is computed again (null: never)."""
     rule: Annotated[Literal["llada", "dream"] | None, Flag(default="the model's")] = None
@@ -107,17 +107,17 @@ class Canvas:
     """
 
     block_length: Annotated[int | None, Ge(1), Le(MOST)] = 32
-    """Positions that may be filled now, from the prompt's end on; null: the whole canvas (Dream)."""
+    """Length of the blocks, which are filled from left to right, from the prompt's end on; null: one block (Dream)."""
     steps: Annotated[int | None, Ge(1), Le(MOST)] = None
     """With accept = quota, schedule or origin: forwards for the whole canvas (default: max_tokens). With threshold: a
     step fills at most 1 / steps of the canvas plus what earlier steps of the block left unused (Fast-dLLM for Dream;
     default: no bound)."""
     accept: Accept = "threshold"
-    """quota: an equal share of the block in each of its steps (LLaDA). schedule: int(masked * (1 - s / t)) positions a
-    step, for times from 1 to `eps` (Dream); all `steps` forwards run, even if they accept nothing, for the
-    baseline's cost. origin: each position with probability 1 - s / t (Dream). threshold: all positions with confidence
-    >= tau, at least the best (Fast-dLLM; ">=" as released). factor: the best n positions, for the largest n with (n +
-    1)(1 - c_n) <= factor (Fast-dLLM, Sec. 3)."""
+    """quota: an equal share of the block in each of its steps (LLaDA). schedule: int(masked * (1 - s / t)) positions
+    in the step from time t to time s, where times fall from 1 to `eps` (Dream); all `steps` forwards run, even if they
+    accept nothing, for the baseline's cost. origin: each position with probability 1 - s / t (Dream). threshold: all
+    positions with confidence >= tau, at least the best (Fast-dLLM; ">=" as released). factor: the best n, for the
+    largest n with (n + 1)(1 - c_n) <= factor, at least the best (Fast-dLLM, Sec. 3)."""
     score: Score = "confidence"
     """What "best" means: highest probability of the token, largest lead over the second token, lowest entropy, or a
     random order."""
@@ -172,7 +172,7 @@ class Canvas:
 
 
 DEFAULTS = {f.name: f.default for f in fields(Canvas)}
-# Parts that replace most of the other fields, and the fields that stay beside them.
+# Parts that replace most of the other fields, and the fields that may still be set beside them.
 ALONE = {"branches": ("tau", "forbid_eos"), "multi_block": ("block_length", "forbid_eos")}
 NEEDS_ACCEPT: dict[str, tuple[str, ...]] = {
     "steps": ("quota", "schedule", "origin", "threshold"),

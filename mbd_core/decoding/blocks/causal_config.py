@@ -17,14 +17,14 @@ CausalMethod = Literal["ar", "linear_spec", "dlm"]
 
 @dataclass(frozen=True)
 class PlannedRows:
-    """The cache layout, behind a stored prefix, of a request whose decoder plans its rows on the host.
+    """The cache layout, after a stored prefix, of a request whose decoder plans its rows on the host.
 
-    longest   the most positions behind the stored tokens that the rows of one forward reach
+    longest   the most positions after the stored tokens that the rows of one forward reach
     overhang  positions past the answer's end that its rows may reach
-    seeds     known tokens that are left to the decoder's first row, because it needs the logits behind them
-    store     positions of the rows that store a prefix, without order inside; `None`: causal rows, of any length
+    seeds     known tokens that are left to the decoder's first row, because it needs the logits that follow them
+    store     length of the rows that store a prefix, without order inside a row; `None`: causal rows of any length
     grid      decoding begins at a multiple of this, counted from the grid's origin
-    full      the whole prompt is one row, at whose end the grid begins; otherwise it begins at 0
+    full      the whole prompt is stored as one row, at whose end the grid begins; otherwise the grid begins at 0
     """
 
     longest: int
@@ -47,11 +47,11 @@ class Thinking:
 
 @configuration()
 class Causal:
-    """Decoding behind a prefix that causal rows store. Raises `ValueError` for a field without effect."""
+    """Decoding after a prefix that causal rows store. Raises `ValueError` for a field without effect."""
 
     method: CausalMethod = "linear_spec"
     """ar: one token a forward. linear_spec: a block is drafted without order, and a causal row verifies it. The
-    tokens on which both agree are taken, and one token more; greedy and drawn, they are the tokens of ar. dlm: blocks
+    tokens on which both agree are taken, and one token more; greedy or drawn, they are the tokens of ar. dlm: blocks
     are filled without order and then stored."""
     block_length: Annotated[int | None, Ge(1), Le(MOST), Flag(default="the model's block size")] = None
     """Positions of a draft or a block."""
@@ -95,19 +95,19 @@ class Causal:
 
 @configuration()
 class Renoise:
-    """DiffusionGemma: canvases of drawn tokens behind a prefix that causal rows store. Each forward keeps tokens
+    """DiffusionGemma: canvases of drawn tokens after a prefix that causal rows store. Each forward keeps tokens
     within a bound on entropy and draws the others anew. A canvas has the model's block size. Raises `ValueError`
     naming the field."""
 
     steps: Annotated[int, Ge(1), Le(MOST)] = 48
     """The most forwards of a canvas."""
     entropy_bound: Annotated[float, Ge(0)] = 0.1
-    """Drawn tokens are kept, the lowest entropies first, while the entropies before sum to at most this, in nats; all
-    other positions are drawn anew."""
+    """Drawn tokens are kept, the lowest entropies first, while the entropies before a token's own sum to at most this,
+    in nats; all other positions are drawn anew."""
     t_max: Annotated[float, Gt(0)] = 0.8
     """The temperature of a canvas's first forward."""
     t_min: Annotated[float, Gt(0)] = 0.4
-    """The temperature towards which it falls; only a forward after the last one would have it."""
+    """The temperature falls in equal steps towards this value; a forward after the last one would have it."""
     stability: Annotated[int, Ge(0), Le(MOST)] = 1
     """A canvas may end once its likeliest tokens have stayed the same for this many forwards."""
     tau_entropy: Annotated[float, Ge(0)] = 0.005

@@ -72,8 +72,8 @@ class Levenshtein:
 
 @configuration()
 class DecodingConfig:
-    """Every decoding method as one value: block by block (the fields below), a canvas (`canvas`), or behind a causally
-    stored prefix (`causal`).
+    """Every decoding method as one value: block by block (the fields below), on a canvas (`canvas`), or after a prefix
+    that causal rows store (`causal`, `renoise`).
 
     SingleBD is `buffer_size=1`, and MultiBD a larger `buffer_size` (Alg. 4 and 5, Table 4). `t2t` and `soft` add
     revision. D2F is `prompt_attention="full"`. Its cache-only ablation also has `buffer_size=1`. Its fully
@@ -101,12 +101,12 @@ class DecodingConfig:
     tau_m2t: Annotated[float, Ge(0), Le(1)] = 0.95
     """A masked position becomes a token when its confidence > tau_m2t (1: only by fallback)."""
     tokens_per_step: Annotated[int, Ge(1), Le(MOST)] = 1
-    """The fallback: if fewer positions exceed tau_m2t, the best positions are accepted, this number of them."""
+    """The fallback: if fewer positions than this exceed tau_m2t, this number of the best positions is accepted."""
     fallback: Fallback = "confidence"
     """What "best" means: highest confidence, leftmost (SDAR's sequential remasking), largest lead over the second
     token, or lowest entropy (D2F's margin_confidence and neg_entropy)."""
     entropy: EntropyBound | None = None
-    """Accept by a bound on entropy; then `tau_m2t`, `tokens_per_step` and `fallback` must be left out."""
+    """Accept by a bound on entropy; then `tau_m2t`, `tokens_per_step`, `fallback` and `soft` must be left out."""
     sub_block: Annotated[int | None, Ge(1), Le(MOST), Flag(default="the whole block")] = None
     """Positions of a part of a block; only the leftmost part with masks is filled. It divides `block_size`."""
     carry: bool = False
@@ -195,8 +195,8 @@ class DecodingConfig:
             self._only(FIELDS_WITH["canvas"], "canvas")
 
     def _check_verified_slots(self, verify: Verify) -> None:
-        """Raises `ValueError` for fields that verification of several slots does not support. The remedy names the
-        slots too, because they may be the request's while the field is its model's default."""
+        """Raises `ValueError` for fields that verification of several slots does not support. The remedy names
+        `buffer_size` too, because the request may set it while the refused field is the model's default."""
         for f in fields(self):
             if f.name in OF_ONE_SLOT and getattr(self, f.name) != f.default:
                 raise ValueError(
@@ -239,7 +239,7 @@ class DecodingConfig:
 
     @property
     def accepts_several(self) -> bool:
-        """Whether more positions than the best one are accepted by their rank."""
+        """Whether several positions may be accepted by their rank, not the best alone."""
         return self.entropy is not None or self.tokens_per_step > 1
 
     def grid_origin(self, prompt_length: int) -> int:
@@ -258,14 +258,14 @@ class DecodingConfig:
 
     @property
     def prefix_method(self) -> str | None:
-        """Its name among `ModelConfig.prefix_methods`, if it decodes behind causal rows."""
+        """Its name among `ModelConfig.prefix_methods`, if it decodes after a prefix that causal rows store."""
         if self.renoise is not None:
             return "renoise"
         return None if self.causal is None else self.causal.method.replace("_", "-")
 
     @property
     def planned(self) -> PlannedRows | None:
-        """How its requests lie in the cache, if a decoder plans their rows behind a stored prefix."""
+        """How its requests lie in the cache, if a decoder plans their rows after a stored prefix."""
         if self.verify is not None:
             rows = self.verify.rows(self.block_size, self.buffer_size)
             return replace(rows, seeds=1) if self.carry else rows
@@ -299,7 +299,7 @@ REPLACED_BY_ENTROPY = ("tau_m2t", "tokens_per_step", "fallback")
 
 
 def read_decoding(values: Mapping[str, Any]) -> DecodingConfig:
-    """A whole configuration of JSON values; `ValueError` names an unknown, missing or refused field."""
+    """Reads a whole configuration from JSON values. Raises `ValueError` for an unknown, missing or refused field."""
     return load(DecodingConfig, values, noun="decoding field")
 
 

@@ -1,14 +1,14 @@
 """LLaDA2.2's decoding, literal and on the host: a block of fixed length in which tokens come, change and go.
 
-The model predicts two tokens that are edits. Where it predicts DELETE, the token goes and the tokens behind it move
-up. Where it predicts SPLIT, a mask comes before the token, which moves down with the tokens behind it; the block's
+The model predicts two tokens that are edits. Where it predicts DELETE, the token goes and the tokens after it move
+left. Where it predicts SPLIT, a mask comes before the token, which moves right with the tokens after it; the block's
 last token falls out. Masks pad a block that has lost tokens. A position that is a mask when the block begins is
 *original*. It stays original when it is filled, and wherever it moves. Masks that edits bring are not original.
 
 Two programs that serve the model decode differently, and `Levenshtein.variant` names them. Both fill the masks
 over a threshold, and a least number of masks if fewer are over it. Both overwrite filled positions. Both count the
-forwards after the last original mask is filled, and resolve the block when the count reaches `max_post_steps`. Both
-escape from a state of the block that recurs. The classes `_Fluxserve` and `_Sglang` hold the differences.
+forwards after the last original mask is filled, and at `max_post_steps` resolve the block: they fill its masks without
+edits. Both escape from a state of the block that recurs. The classes `_Fluxserve` and `_Sglang` hold the differences.
 
 A block is final when a forward has taken its final tokens, because that forward has stored it.
 
@@ -69,7 +69,8 @@ class Guess:
 class EditedBlock:
     """One block under way; its first `prompt_length` positions are the prompt's, and stay. The base of both variants.
 
-    done  the last forward saw the final tokens
+    finalized  a forward has resolved it
+    done       the last forward saw the final tokens
     """
 
     def __init__(
@@ -270,7 +271,7 @@ class LevenshteinRun:
     """A request decoded block by block: the tokens and the place of the next forward, and the results of the last.
 
     The blocks lie on the grid of absolute positions. The last block is decoded whole, because edits move tokens
-    across the budget's end; tokens behind the budget are cut. An EOS of the answer ends it with the block that holds
+    across the budget's end; tokens past the budget are cut. An EOS of the answer ends it with the block that holds
     it.
 
     stored  the final tokens before the block under way, the prompt's included

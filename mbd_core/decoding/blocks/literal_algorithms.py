@@ -12,7 +12,7 @@ blocks before it are final. Both follow Algorithm 5 here, so that they share the
 buffer alone. With T2T a forward that does not change a complete block stores it, if all blocks before it are final in
 that forward; a block that still changes is final after `max_edits` more forwards. With DMax the inputs of a block are
 mixed, so the next forward stores it from its hard tokens. With `carry` the forward that stores a block predicts, at
-the block's first position, the token behind the block. This token fills the next block's first position if that is
+the block's first position, the token after the block. This token fills the next block's first position if that is
 still a mask. So the decoding of a prompt of whole blocks begins with the store of its last block.
 """
 
@@ -27,7 +27,7 @@ from mbd_core.decoding.blocks.request import FinishReason
 
 BlockTokens = list[int | None]
 Weights = list[float]
-AcceptedTokens = Literal["open", "verified", "settled", "stored"]
+BlockOutcome = Literal["open", "verified", "settled", "stored"]
 Predictions = list[tuple[int, float, float]]  # token, confidence and score of each position of one block
 Predict = Callable[[list[int], list[BlockTokens], list[Weights]], list[Predictions]]
 
@@ -116,7 +116,7 @@ def revised_tokens(block: ResidentBlock, predictions: Predictions, config: Decod
     }
 
 
-def update(block: ResidentBlock, predictions: Predictions, *, gate: bool, config: DecodingConfig) -> AcceptedTokens:
+def update(block: ResidentBlock, predictions: Predictions, *, gate: bool, config: DecodingConfig) -> BlockOutcome:
     """One step of an active block. The result is "open", "settled" (final; a later forward stores it) or "verified"
     (final and unchanged, so this forward stored it)."""
     was_complete = not block.masks
@@ -151,7 +151,7 @@ class LiteralDecoding:
         boundary = max(0, len(prompt) - config.carry) // config.block_size * config.block_size
         self.cached: list[int] = prompt[:boundary]
         self.run = LiteralRun()
-        self.carried: int | None = None  # the last forward's prediction behind the blocks that it stored
+        self.carried: int | None = None  # the last forward's prediction after the blocks that it stored
 
     def masked_block(self, distance: int) -> ResidentBlock:
         """The block at `distance` blocks after the cached prefix: all masks, except the prompt's remainder."""
@@ -167,7 +167,7 @@ class LiteralDecoding:
         return block
 
     def carry_into(self, block: ResidentBlock) -> None:
-        """Fills the first position of the first block behind the blocks stored by the last forward, if it is open."""
+        """Fills the first position of the block after the blocks that the last forward stored, if it is open."""
         if self.carried is not None and block.editable[0] and block.tokens[0] is None:
             block.tokens[0] = self.carried
 
@@ -190,7 +190,7 @@ class LiteralDecoding:
             self.cached, [list(b.tokens) for b in resident], [list(b.weights) for b in resident]
         )
         progress = [b.progress for b in resident]
-        outcomes: list[AcceptedTokens] = []
+        outcomes: list[BlockOutcome] = []
         for i, block in enumerate(resident):
             if block.state is SlotState.TO_CACHE:
                 outcomes.append("stored")

@@ -2,15 +2,15 @@
 
 `draft` is the model that sees blocks: from the committed tokens and the resident blocks it returns a token and a
 confidence for every mask. `judge` is the same model at block size 1, or a larger model: it says whether it accepts a
-drafted token behind a text, and which token it puts there otherwise. Both get the number of the forward, because noise
+drafted token after a text, and which token it puts there otherwise. Both get the number of the forward, because noise
 may depend on it. With one slot it counts the block's forwards, with several slots the answer's.
 
 Each forward of drafts is one of Algorithm 4. Then one verification judges the first run of masks in each active block,
-in order. The judge sees the text before the run, with the draft in the place of every mask:
+in order. The judge sees the text before the run, with the draft in the place of every mask. Then:
 
 - the first block takes the tokens that are accepted before the first refusal, and the judge's token at the refusal; if
   these are fewer than `tokens_per_step`, it also takes the most confident drafts;
-- behind a refusal, later blocks keep the tokens that were accepted behind the drafts, and take no token of the judge;
+- after a refusal, later blocks keep the tokens that were accepted given the drafts, and take no token of the judge;
 - if the answer must be exact, later blocks keep nothing: it has the tokens of block size 1, from left to right.
 
 A verification that accepts the drafts of a block to its end has stored it, if keys are stored in order (exact). With
@@ -63,7 +63,7 @@ def verified_multibd(
     assert rule is not None and rule.route == "span" and not (config.t2t or config.sub_block or config.carry)
     decoding = LiteralDecoding(prompt, max_tokens, config, _no_predictions, eos)
     run, running_set = decoding.run, [decoding.masked_block(0)]
-    begun = 0  # forwards before the first forward whose number is counted
+    begun = 0  # forwards that the number of a forward leaves out
     while run.finish_reason is None:
         if len(running_set) < config.buffer_size and decoding.wants_another(running_set):
             running_set.append(decoding.masked_block(len(running_set)))
@@ -151,7 +151,7 @@ def _judge(decoding: LiteralDecoding, blocks: list[DraftedBlock], judge: JudgeTo
 
 
 def _settle(decoding: LiteralDecoding, running_set: list[ResidentBlock]) -> None:
-    """Marks the leading blocks without masks. An answer that is known to its end ends here, because no forward stores
+    """Marks the leading blocks without masks. An answer that is known to its end ends here: no forward has to store
     it."""
     start = len(decoding.cached)
     for n, block in enumerate(running_set):

@@ -1,4 +1,4 @@
-"""Decoding methods by name, the rows of the papers' tables; and a model's measured front, where `speed` chooses.
+"""Decoding methods by name, the rows of the papers' tables; and a model's measured front, on which `speed` chooses.
 
 `METHODS` is the one list of methods: sweeps and benchmarks name its entries and change fields of them. `TABLE_4` is
 the MBD-LMs paper's Table 4, one entry for each model and task family: the SingleBD row, and the MultiBD row, which the
@@ -187,7 +187,7 @@ class SpeedFront:
         return [round((p.tpf - first) / (last - first), 4) if last > first else 0.0 for p in self.points]
 
     def at(self, speed: float) -> tuple[float, SpeedPoint]:
-        """The point nearest to `speed`, after its own speed. Of two equally near points it is the slower."""
+        """The speed of the point nearest to `speed`, and the point. Of two equally near points it is the slower."""
         return min(zip(self.speeds, self.points, strict=True), key=lambda pair: (abs(pair[0] - speed), pair[0]))
 
     def health_fields(self) -> dict[str, Any]:
@@ -228,7 +228,7 @@ def read_front(generation: Mapping[str, Any], *, block_size: int) -> SpeedFront 
 
 
 def pareto_points(candidates: Iterable[SpeedPoint]) -> tuple[SpeedPoint, ...]:
-    """The points that no other point beats in accuracy or speed without losing in the other, the slowest first."""
+    """The Pareto front, the slowest point first: of any two points, one is faster and the other more accurate."""
     front: list[SpeedPoint] = []
     for point in sorted(candidates, key=lambda p: (-p.tpf, -p.accuracy)):
         if not front or point.accuracy > front[-1].accuracy:

@@ -27,13 +27,13 @@ class Request:
                    step of the request is packed
     replay         report the same for any method, and the overwritten tokens, for display
     frames         report the request's slots after every forward (`Frame`)
-    committed      the beginning of the answer, which another engine committed; decoding continues behind it. It
+    committed      the beginning of the answer, which another engine committed; decoding continues after it. It
                    counts in `max_tokens` and is in the output's tokens, but no step hands it out again
     first_forward  number of its forwards in that engine; the noise of drawn tokens continues from this number
     adapter        the LoRA adapter to decode with, by the name under which the engine loaded it
     grammar        the answer's text must match it; the answer then ends with an EOS within `max_tokens`
     closing        under a grammar: tokens that lead from `committed` to the answer's end (`StepOutput.closing`)
-    template       if not empty, the `max_tokens` positions behind the prompt: a token is fixed, and `None` is a hole
+    template       if not empty, the `max_tokens` positions after the prompt: a token is fixed, and `None` is a hole
                    to be filled. Fixed tokens are in the output, and do not count as generated
     scored         fill in the template's tokens from the left, one a forward, and report a `TokenScore` for each;
                    the template has no hole
@@ -63,7 +63,7 @@ class Request:
 
     @property
     def group(self) -> str:
-        """The API request whose choice this is: the id without the number behind the last hyphen."""
+        """The API request whose choice this is: the id without the number after the last hyphen."""
         return self.request_id.rpartition("-")[0] or self.request_id
 
     @property
@@ -110,7 +110,7 @@ class Request:
         return self.decoding.carry and not self.steered
 
     def first_block_start(self, number: int) -> int:
-        """The position at which decoding begins, after `number` tokens of prompt and answer: the begin of a block, or
+        """The position at which decoding begins, after `number` tokens of prompt and answer: the start of a block, or
         with planned rows the end of the stored tokens.
 
         With `carry` decoding begins at the last block with a known token, whose store gives the token after it.
@@ -144,8 +144,8 @@ class TokenScore:
 class Output:
     """A finished request: its answer, why it ended, its counts.
 
-    piece        its useful tokens (EOS excluded) behind `committed`, with the columns that the request asked for
-    tail         for a rollout: the tokens that were committed behind the answer in its last block, EOS first, because
+    piece        its useful tokens (EOS excluded) after `committed`, with the columns that the request asked for
+    tail         for a rollout: the tokens that were committed after the answer in its last block, EOS first, because
                  the block's other tokens have seen them; empty if `max_tokens` ended the answer
     committed    the request's `committed`
     stop_reason  the stop string or the stop token that ended the answer
@@ -175,7 +175,7 @@ class StepOutput:
 
     counts   the request's counts up to this step
     piece    the new useful tokens
-    tail     in a rollout's last step: the tokens that were committed behind the answer (`Output.tail`)
+    tail     in a rollout's last step: the tokens that were committed after the answer (`Output.tail`)
     closing  under a grammar: the next tokens that would complete the answer within its budget
     weights  the numbers of the weights that decoded its first and its last tokens so far
     frame    if the request asked for frames, its slots after the step's forward

@@ -40,13 +40,13 @@ class Whole(RowSetting):
 
 
 class Real(RowSetting):
-    """A setting that is compared with confidences, or multiplies them."""
+    """A setting that is a real number: a threshold, a bound or a temperature."""
 
     dtype = torch.float64
 
 
 def _end(request: Request) -> int:
-    """The end of the token budget; with edits, which move tokens across it, the end of its last block."""
+    """The end of the token budget; with `edit`, which moves tokens across it, the end of the block that holds it."""
     end, size = len(request.prompt) + request.max_tokens, request.decoding.block_size
     return end if request.decoding.edit is None else -(-end // size) * size
 
@@ -68,7 +68,7 @@ class RowSettings:
 
     first_block  index of the block in slot 0
     origin       position at which block 0 begins
-    begin, end   positions [begin, end) may be filled: from the prompt's end to the end of the token budget
+    begin, end   positions [begin, end) may be filled: from the end of prompt and committed tokens to `_end`
     limit        the request's buffer size
     kept         number of blocks that a busy engine leaves the request: 1, or all if it is not adaptive
     forward      forwards that the row took part in; the noise of drawn tokens depends on it

@@ -21,15 +21,16 @@ if TYPE_CHECKING:
 
 _MASK32 = 0xFFFFFFFF
 FORBIDDEN = -1e30
-"""A logit whose probability is 0, and finite."""
+"""A finite logit whose probability is 0."""
 CACHED = 2**18
 """Probabilities that are computed and searched at once on a CPU: a megabyte, which stays in its caches."""
 GROUP = 64
-"""Ids whose highest probability is found first on a CPU: torch finds them fast there, and their places slowly."""
+"""On a CPU the highest probability of each group of this many ids is found first, and then its place in the best group
+alone: torch finds highest values fast there, and their places slowly."""
 
 
 def allowed_alone(logits_PV: Tensor, allowed_V: np.ndarray) -> Tensor:
-    """The logits in float32, `FORBIDDEN` at each id that is not allowed or lies behind `allowed_V`."""
+    """The logits in float32, `FORBIDDEN` at each id that is not allowed or lies past the end of `allowed_V`."""
     mask_V = torch.from_numpy(allowed_V).to(logits_PV.device)
     masked_PV = torch.full_like(logits_PV, FORBIDDEN, dtype=torch.float32)
     masked_PV[..., : len(mask_V)] = torch.where(mask_V, logits_PV[..., : len(mask_V)].float(), FORBIDDEN)
@@ -204,7 +205,7 @@ def _truncated(scaled_PV: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
 
 def _running_sum(x_PV: Tensor) -> Tensor:
     """The sums (P, V) up to each number. A GPU scans a single row in parts, in an order that changes from call to
-    call, so that ranks could draw different tokens. It scans each of two rows in one order."""
+    call, so that ranks could draw different tokens. It scans each of several rows in a fixed order."""
     return x_PV.cumsum(-1) if len(x_PV) > 1 else x_PV.repeat(2, 1).cumsum(-1)[: len(x_PV)]
 
 

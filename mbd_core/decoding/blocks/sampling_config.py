@@ -28,7 +28,7 @@ class Sampling:
     seed                the same seed gives the same tokens in any batch
     logit_bias          numbers that are added to the logits of these token ids
     repetition_penalty  changes the logits of tokens in the prompt or the answer: positive logits are divided by it,
-                        others are multiplied
+                        others are multiplied by it
     frequency_penalty   subtracted from a token's logit for each time that the answer has it
     presence_penalty    subtracted once, if the answer has it
     """
@@ -78,7 +78,7 @@ DRAWING = ("temperature", "top_p", "top_k", "min_p")
 
 
 def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, float]:
-    """The defaults of a request's fields in a `generation_config.json`.
+    """The defaults that a `generation_config.json` gives to a request's fields.
 
     They are `repetition_penalty`, `max_tokens` (its `max_new_tokens`), and with `do_sample` the fields of `DRAWING`; a
     missing temperature is then 1, as in transformers.
