@@ -1,6 +1,6 @@
 """ledger-mini: balances of a ledger, page by page, in GSM8K's columns (`question`, `answer` ending in `#### N`).
 
-a=6 b-0 c+7 d-8 e+3 f-2 g~4 ...    a balance begins (`=6`: 66) or continues (`-0`), modulo 100
+    a=6 b-0 c+7 d-8 e+3 f-2 g~4 ...    a balance begins (`=6`: 66) or continues (`-0`), modulo 100
     0 a66 b66 c73 d65 e68 6 f66 g64 ...
     #### 5886
 

@@ -16,7 +16,7 @@ from mbd_core.decoding.canvas.lane import Lane
 
 
 class Phase(Enum):
-    """The kind of the next forward: the first forward, on one lane; the branches' windows; or their whole canvases."""
+    """The kind of the next forward. It computes one lane (INIT), the branches' windows, or their whole canvases."""
 
     INIT = "init"
     BLOCK = "block"
@@ -111,8 +111,8 @@ class Branch:
         self.align()
 
     def ending_eos(self, eos_token_ids: tuple[int, ...], *, anywhere: bool) -> int | None:
-        """The first EOS, if no mask precedes it and its block is complete. The search covers the window, or with
-        `anywhere` all blocks."""
+        """The first EOS, if no mask precedes it and its block is complete. The search begins at the window, or with
+        `anywhere` at the prompt's end."""
         begin = self.begin if anywhere else self.start
         first_mask = self.lane.first_mask(begin)
         eos = self.lane.find(eos_token_ids, begin, first_mask)
@@ -144,8 +144,8 @@ def compatible(lane: Lane, other: Lane) -> bool:
 class LaneChanges:
     """The changes of one forward on a branch's lane, by block.
 
-    accepted    masks that became tokens
-    edited      tokens that were replaced or masked again
+    accepted    number of masks that became tokens
+    edited      number of tokens that were replaced or masked again
     mask_ratio  share of the block's positions that were masked before, for every block in `accepted`
     """
 

@@ -1,7 +1,7 @@
 """BlockBatch: one request decoded with several block lengths at once, one branch for each (Algorithms 1 and 2).
 
     forward on all branches that have masks in their window
-      -> decode the window -> does an EOS end it? -> advance full windows -> merge -> sync -> refresh when one asks
+      -> decode the window -> does an EOS end it? -> advance full windows -> merge -> sync -> refresh if one asks
 
 A branch's window is its first block with a mask; the keys outside the window come from the last forward that computed
 them (dual cache). The first forward runs on one lane, whose cache is then copied to the other lanes. Where the paper
@@ -74,7 +74,7 @@ class BranchedCanvas(GuessingDecoder):
         return self._winner.index if self._winner else None
 
     def stats(self) -> list[BranchStats]:
-        """The record of each branch, ascending by block length."""
+        """The counts of each branch, ascending by block length."""
         return [b.stats() for b in self.branches]
 
     def plan(self) -> CanvasPlan:
@@ -160,7 +160,7 @@ class BranchedCanvas(GuessingDecoder):
                 return
 
     def _coordinate(self, certainty: dict[int, float]) -> None:
-        """Advance, merge, sync (Alg. 2); a block that a merge or a sync completes may end the request too."""
+        """Advance, merge, sync (Alg. 2). With `_ends_anywhere` a block that they complete may end the request too."""
         for branch in self.branches:
             branch.advance(self.settings.refresh)
         self._merge()
@@ -179,7 +179,7 @@ class BranchedCanvas(GuessingDecoder):
 
     @property
     def _ends_anywhere(self) -> bool:
-        """Whether an EOS in any complete block ends the request, or only an EOS in a window after its forward."""
+        """Whether an EOS in any complete block ends the request, not only one in a window right after its forward."""
         return self.settings.eos_test == "always"
 
     def _end_at_eos(self, branches: list[Branch], certainty: dict[int, float]) -> None:

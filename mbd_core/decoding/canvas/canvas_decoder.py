@@ -1,6 +1,6 @@
 """The decoder of a request that fills a canvas: its limits, and decoding along one trajectory.
 
-prompt | block | block | block        the current block is the first with a mask; only it is filled
+    prompt | block | block | block    the current block is the first with a mask; only it is filled
              ^start  ^stop
 
 Vanilla LLaDA and Dream, Fast-dLLM, dLLM-Cache and LocalLeap have one trajectory. Every forward recomputes a range of
@@ -128,7 +128,7 @@ def canvas_decoder(
 
 
 class SingleCanvas(GuessingDecoder):
-    """One trajectory: blocks from left to right on one lane; guidance has a second lane, whose prompt is masked."""
+    """One trajectory: blocks from left to right on one lane. Guidance adds a second lane, whose prompt is masked."""
 
     def __init__(self, task: CanvasTask) -> None:
         canvas, prompt, max_tokens = task.canvas, task.prompt, task.max_tokens

@@ -23,10 +23,10 @@ from mbd_core.decoding.canvas.unmasking import GuessingDecoder
 
 @dataclass
 class CanvasBlock:
-    """Positions [start, stop) of the canvas. Number 0 is the prompt.
+    """Positions [start, stop) of the canvas. The first block is the prompt.
 
-    active     whether the block is active; the first active block with a mask gets a token in every forward
-    done_at    number of the first forward before which the block had no mask
+    active   of the active blocks with a mask, the first one gets a token in every forward
+    done_at  number of the first forward before which the block had no mask
     """
 
     start: int
@@ -106,7 +106,7 @@ class MultiBlockCanvas(GuessingDecoder):
         return 1.0 - self._num_open(block) / (block.stop - block.start)
 
     def _accept(self, guesses: Guesses) -> np.ndarray:
-        """The open positions of low entropy, which become tokens (P,).
+        """The open positions (P,) of low entropy, which become tokens.
 
         LLaDA's rule always adds the position of lowest entropy. If the first active block with a mask got no token,
         its position of lowest entropy is added.

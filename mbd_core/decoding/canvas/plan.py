@@ -68,7 +68,7 @@ class Query:
     tokens     (Q,) int64 input ids, the mask id where masked
     logits_at  (A,) absolute positions in [start, stop) whose logits are returned. If the logits of position p - 1
                predict p (Dream), a decoder that fills p lists p - 1
-    gap        number of places in the cache from the tokens' own positions, which hold keys already, to their keys. In
+    gap        `start` and `stop` are this many places past the tokens' own positions, whose places hold other keys. In
                a causal row each token sees the keys before its position, and itself; otherwise all tokens see the keys
                before the row's first position, and the row
     drafts     whether the request's draft adapter computes the row, if there is one
@@ -237,7 +237,7 @@ class ReadingDecoder(PlannedDecoder, Protocol):
 
 @runtime_checkable
 class GuidedDecoder(PlannedDecoder, Protocol):
-    """A decoder that can follow a grammar. It has `accept_decided` instead of `accept`.
+    """A decoder that can follow a grammar. Then `accept_decided` takes the place of `accept`.
 
     On the rank that has the guide, `decide` gives tokens and their probabilities from this forward's guesses, and lets
     the guide take in the decided tokens. All ranks accept them.

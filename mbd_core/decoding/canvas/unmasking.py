@@ -104,7 +104,7 @@ class GuessingDecoder:
         """Does nothing: how a canvas is filled does not depend on the engine's load."""
 
     def open_logits(self, logits: list[Tensor]) -> OpenLogits:
-        """This forward's logits, one tensor (len(logits_at), V) for each query, at the positions it may fill."""
+        """The logits at the positions that this forward may fill. `logits` has (len(logits_at), V) for each query."""
         raise NotImplementedError
 
     def accept(self, opened: OpenLogits, guesses: Guesses) -> CanvasUpdate:
@@ -112,7 +112,7 @@ class GuessingDecoder:
         raise NotImplementedError
 
     def update(self, logits: list[Tensor]) -> CanvasUpdate:
-        """Both halves, for a single request."""
+        """Both halves of reading a forward, for a single request."""
         opened = self.open_logits(logits)
         return self.accept(opened, *guess([opened]))
 
@@ -239,7 +239,7 @@ def quota(num_masked: int, num_steps: int, step: int) -> int:
 
 
 def unmasking_share(num_steps: int, step: int, eps: float) -> float:
-    """1 - s / t between two of the `num_steps + 1` times from 1 to `eps`; 1 at the last step (Dream).
+    """1 - s / t in the step from time t to time s; `num_steps + 1` times fall from 1 to `eps`. 1 in the last (Dream).
 
     In float32, as in the released code, because rounding can change the floor of a product by one.
     """

@@ -28,7 +28,7 @@ class BlockDecoder(PrefixDecoder):
         assert request.decoding.causal is not None
         self._causal = request.decoding.causal
         self._has_seeds = self._causal.context == "causal"
-        # the first row behind committed tokens repeats the last row of the forward that stored them, and its noise
+        # the first row after committed tokens repeats the last row of the forward that stored them, and its noise
         self._num_repeated = int(self._has_seeds and bool(request.committed))
         self._block: Lane | None = None  # `None` before the first seed
         if not self._has_seeds:

@@ -2,14 +2,14 @@
 
 draft     the draft's tokens are chosen from left to right among the tokens that the grammar allows there
 judge     the guide takes in, from left to right, the judgement's choices among the allowed tokens, as at block size 1.
-          It stops behind the first token that is not the draft's
+          It stops after the first token that is not the draft's
 forced    tokens that the grammar forces stand in the block at once; no forward drafts or judges them
 
 Drawn drafts are judged as without a grammar (`judge`), by both distributions over the allowed tokens alone. So the
 tokens that the guide takes in are drawn as at block size 1. A choice for which the guide has to wait is kept for it.
 
-One rank has the guide and decides; the others take its decision. An exact answer has no gaps: its masks begin behind
-its last token, and the judged drafts stand behind each other, across slots too.
+One rank has the guide and decides; the others take its decision. An exact answer has no gaps: its masks begin after
+its last token, and each judged draft begins where the one before it ends, across slots too.
 """
 
 import math
@@ -79,7 +79,7 @@ class GuidedVerifyingDecoder(VerifyingDecoder):
         return decided
 
     def accept_decided(self, opened: OpenLogits, guesses: Guesses, decided: list[tuple[int, float]]) -> CanvasUpdate:
-        """The update of a forward of which the guide has `decided`."""
+        """The update of a forward whose tokens the guide has `decided`."""
         self._under_way, self._decided = None, decided
         if self.phase == "store" and self._decoding.carry and not decided:  # the guide waits
             self.num_forwards += 1
@@ -145,7 +145,7 @@ class GuidedVerifyingDecoder(VerifyingDecoder):
 
 
 def _replaced(guesses: Guesses, decided: list[tuple[int, float]]) -> Guesses:
-    """The guesses with the first of them replaced by tokens and their probabilities."""
+    """The guesses, the first of them replaced by the decided tokens and their probabilities."""
     token_P, confidence_P = guesses.token_P.copy(), guesses.confidence_P.copy()
     for place, (token, probability) in enumerate(decided):
         token_P[place], confidence_P[place] = token, probability

@@ -1,24 +1,24 @@
 """Token by token: the last token's causal row gives the next token; one causal row verifies a whole draft.
 
-    plain   [next]                       causal   -> the token behind it
+    plain   [next]                       causal   -> the token after it
     draft   [next, mask, mask, ...]      no order -> the masks' tokens, in one forward or, with `tau`, in several
     verify  [next, d1, d2, ...]          causal   -> row i predicts position i + 1
 
-With `ahead` (TiDAR) the forward that verifies also drafts what follows, once behind each token that may be the last
-accepted one. The mask right behind that token stands for the next token, which the forward itself gives:
+With `ahead` (TiDAR) the forward that verifies also drafts what follows, once after each token that may be the last
+accepted one. The mask right after that token stands for the next token, which the forward itself gives:
 
     verify  [next, d1, d2]       causal
-    draft   [M, M, M]            at the positions behind next, again behind d1, again behind d2; no order
+    draft   [M, M, M]            at the positions after next, again after d1, again after d2; no order
 
 A draft counts as far as the row before each token predicts that token. The first prediction that differs counts too,
-and is the next token. The next row overwrites everything behind it. A token is a function of the tokens before it and
+and is the next token. The next row overwrites everything after it. A token is a function of the tokens before it and
 of the noise of its position alone. So drafts change no token, only the number of forwards. The exception is
 `thinking`, whose end is put in between two drafts.
 
-A request without a block in the engine's budget, or without gain by drafts, decodes plainly meanwhile.
+While a request has no block in the engine's budget, or drafts gain nothing (`hold_to`), it decodes plainly.
 
-Under a grammar (`ar` alone) the logits of tokens that are not allowed are taken out. The answer's guide then takes the
-choice in (`decide`), and may replace it.
+Under a grammar (`ar` alone) the logits of tokens that are not allowed are taken out. The answer's guide then takes in
+the choice (`decide`), and may replace it.
 """
 
 import math
@@ -41,7 +41,7 @@ RowKind = Literal["plain", "draft", "verify"]
 
 
 class TokenDecoder(PrefixDecoder):
-    """Autoregressive decoding (`ar`), and linear self-speculation (`linear_spec`) behind it."""
+    """Autoregressive decoding (`ar`) and linear self-speculation (`linear_spec`)."""
 
     def __init__(
         self, request: Request, *, eos_token_ids: tuple[int, ...], vocab: Vocab, guide: GuideState | None = None
@@ -60,7 +60,7 @@ class TokenDecoder(PrefixDecoder):
         self.draft_length = self._row_length * together if is_free else 1
         self._is_held = False
         self._may_begin = False  # the next token is known, and a draft may follow it
-        self._block: list[int] = []  # the draft: the next token, drafted tokens behind it, and masks
+        self._block: list[int] = []  # the draft: the next token, drafted tokens after it, and masks
         self._open: list[int] = []  # the offsets of its masks
 
     def hold_to(self, num_blocks: int) -> None:
@@ -93,14 +93,14 @@ class TokenDecoder(PrefixDecoder):
         if kind == "draft":
             return self._opened(logits[0], [start + offset for offset in self._open], lambda _: self._all, forward=0)
         tokens = self._all if kind == "plain" else [*self._all[:start], *self._block]
-        behind = [*range(start + 1, len(tokens) + 1)]
+        predicted = [*range(start + 1, len(tokens) + 1)]
         for row in self._rows_ahead(self._planned_row):
-            behind += [] if row is None else (row.logits_at - row.gap).tolist()
+            predicted += [] if row is None else (row.logits_at - row.gap).tolist()
         logits_PV = torch.cat(logits)
         guide = self._guide
         if isinstance(guide, Guide) and not guide.pending and (allowed_V := guide.allowed()) is not None:
             logits_PV = allowed_alone(logits_PV, allowed_V)
-        return self._opened(logits_PV, behind, lambda position: tokens[:position], forward=0)
+        return self._opened(logits_PV, predicted, lambda position: tokens[:position], forward=0)
 
     def decide(self, guide: Guide, guesses: Guesses, search: Search) -> list[tuple[int, float]]:
         """The next token and its probability, which the guide takes in; nothing while it waits."""
@@ -138,7 +138,7 @@ class TokenDecoder(PrefixDecoder):
         return "plain" if self._is_held or not self._may_begin else "draft"
 
     def _rows_ahead(self, row: Query) -> list[Query | None]:
-        """The drafts behind each token of a causal row that may be the last accepted one; of a plain row, behind its
+        """The drafts after each token of a causal row that may be the last accepted one; of a plain row, after its
         last token. `None` for a draft without room in the answer."""
         if not self._ahead or self._is_held or not row.causal:
             return []
@@ -166,7 +166,7 @@ class TokenDecoder(PrefixDecoder):
         return rows
 
     def _take_ahead(self, guesses: Guesses, rows: list[Query | None], outcome: int, *, start: int) -> None:
-        """The next draft: the next token, and the tokens that were drafted behind it for this outcome."""
+        """The next draft: the next token, and the tokens that were drafted after it for this outcome."""
         row = rows[outcome]
         if row is None:
             return

@@ -1,6 +1,6 @@
-"""The common part of decoders behind a stored prefix: the tokens, the number of stored tokens, changes of logits.
+"""The common part of decoders after a stored prefix: the tokens, the number of stored tokens, changes of logits.
 
-prompt | answer ........ | row
+    prompt | answer ........ | row
     ^ stored ............ ^    ^ begins at `num_stored`: known tokens that are not stored, then new positions
 
 Shape legend: P positions with logits, V vocabulary.
@@ -111,7 +111,7 @@ class PrefixAdjustments:
         self._memory: Adjustments | None = None
 
     def at(self, histories: Sequence[Sequence[int]], position_P: Tensor, logits_PV: Tensor) -> Adjust:
-        """The changes at these positions, each behind its own history of tokens, prompt included."""
+        """The changes at these positions, each after its own history of tokens, prompt included."""
         request, start, device = self._request, len(self._request.prompt), logits_PV.device
         if self._memory is None:
             self._memory = Adjustments(

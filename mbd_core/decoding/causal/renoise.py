@@ -1,7 +1,7 @@
 """DiffusionGemma's decoding: every forward draws a token at each position and keeps the draws of lowest entropy; the
 others become uniform noise. The last forward's likeliest tokens are the answer.
 
-canvas = uniform tokens
+    canvas = uniform tokens
     for n = N, N - 1, ..., 1:                       # N = steps
         l = logits of the canvas / T                # T = t_min + (t_max - t_min) n / N
         drawn ~ softmax(l), best = argmax l, H = entropy of softmax(l), per position
@@ -10,9 +10,9 @@ canvas = uniform tokens
         stop if the last `stability` bests equal this best and the mean of H is below `tau_entropy`
     the answer goes on with the last best
 
-Nothing is accepted for good, and no token is masked. A canvas's rows see the stored prefix and each other. The
-forward that begins a canvas also stores the finished one before it, by a causal row. A forward's
-expectation at each place conditions the next forward (`models/gemma.py`).
+Nothing is accepted for good, and no token is masked. A canvas's positions see the stored prefix and each other. The
+first forward of a canvas also stores the finished one before it, by a causal row. The embeddings that a forward
+expects condition the next forward (`models/gemma.py`).
 
 All noise is a hash of the request's seed, the position and the canvas's step, so a canvas that begins anew after a
 preemption, or on another replica, comes out the same.
@@ -57,10 +57,10 @@ def accept_within(entropy_L: Tensor, bound: float) -> Tensor:
 
 
 class Noise(Protocol):
-    """The source of drawn tokens, for the positions (P,) of a canvas in its step, counted from 0."""
+    """The source of drawn tokens, for positions (P,) of a canvas. A canvas's steps are counted from 0."""
 
     def fresh(self, position_P: Tensor, step: int) -> Tensor:
-        """Uniform tokens (P,); step -1 is before the first."""
+        """Uniform tokens (P,); step -1 gives those of the first forward."""
 
     def drawn(self, log_p_PV: Tensor, position_P: Tensor, step: int) -> Tensor:
         """A token (P,) of each distribution."""
@@ -145,10 +145,10 @@ def read_canvas(
 
 
 class RenoisingDecoder(PrefixDecoder):
-    """One request: canvas after canvas behind its stored prefix. `noise` may be given, to decode with known draws.
+    """One request: canvas after canvas, after its stored prefix. `noise` may be given, to decode with known draws.
 
     canvas_L     the tokens of the next forward's canvas
-    expected_LD  the last forward's expectation at their places; `None` before a canvas's first
+    expected_LD  the embeddings that the last forward expects there; `None` before a canvas's first forward
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class RenoisingDecoder(PrefixDecoder):
         return update
 
     def _begin_canvas(self) -> None:
-        """Begins a canvas: uniform tokens behind the known ones, without any forward's results."""
+        """Begins a canvas: uniform tokens after the known tokens, without any forward's results."""
         start, length = len(self._all), self._request.decoding.block_size
         self._positions_L = torch.arange(start, start + length)
         self.canvas_L = self._noise.fresh(self._positions_L, -1)

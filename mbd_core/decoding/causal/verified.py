@@ -1,8 +1,8 @@
-"""Behind a stored prefix, drafts of one or more blocks, judged by the same weights at block size 1 (`Verify`).
+"""Drafts of one or more blocks after a stored prefix, judged by the same weights at block size 1 (`Verify`).
 
     draft     [a, M, M, b, M] [M, M, M, M, M]     block by block -> tokens for all masks
     judge     [a, x1, x2, b, x3, y1, y2, ...]     causal -> x1, x2, y1, y2, ...
-              + [M, M] + [M, M, ...]              the copies of the judged masks, which stand behind the blocks
+              + [M, M] + [M, M, ...]              the copies of the judged masks, which stand after the blocks
     store     [a, x1, x2, b, x3]                  by `Verify.store`, in the next draft's forward if there is one
 
 A mask of a copy has the position of its draft. It sees the tokens before that position, drafts included, and itself.
@@ -10,7 +10,7 @@ So its logits are those of a model that decodes position after position. If logi
 (`carry`), the causal row of the draft judges itself, and there is no copy.
 
 With several slots (`buffer_size`) drafts are those of naive MultiBD (Alg. 4). One verification judges the first run of
-each block's masks, in order. Behind a block with a refusal, blocks keep the tokens that were confirmed given the
+each block's masks, in order. After a block with a refusal, blocks keep the tokens that were confirmed given the
 drafts before them; an exact answer keeps no such token.
 
 A draft that is not judged is accepted by confidence (`tau_m2t`, `tokens_per_step`). Keys of drafts and judgements are
@@ -91,8 +91,8 @@ class VerifyingDecoder(PrefixDecoder):
 
     @property
     def rounds(self) -> list[DraftRound]:
-        """The choices of the next forward's draft: one block, two, ...; none unless the engine chooses it now
-        (`Verify.slots`)."""
+        """The drafts among which the engine now chooses (`Verify.slots`): of one block, of two, ...; none if it has no
+        choice."""
         active = self._active_blocks
         if self._rule.slots == "all" or self.done or self.phase == "judge" or not active:
             return []
@@ -108,9 +108,9 @@ class VerifyingDecoder(PrefixDecoder):
         return rounds
 
     def draft_blocks(self, number: int) -> None:
-        """The next draft has this number of blocks, one of the choices of `rounds`."""
+        """Lets the next draft have this number of blocks, one of the choices of `rounds`."""
         for _ in range(len(self._active_blocks) - number):
-            self._blocks.pop()  # behind a block with masks an exact answer has none but masks
+            self._blocks.pop()  # after a block with masks an exact answer has only masks
         for _ in range(number - len(self._active_blocks)):
             self._begin_block([], [])
 
@@ -262,7 +262,7 @@ class VerifyingDecoder(PrefixDecoder):
             block.fill(position - block.start, token, log_prob, step=self.num_forwards)
 
     def _settle(self, block: VerifiedBlock) -> None:
-        """A block without masks is settled, unless its tokens are edited."""
+        """A block without masks is settled, unless its tokens may still be edited."""
         t2t = self._decoding.t2t
         if not block.open:
             block.is_settled = t2t is None or block.num_final >= t2t.max_edits
@@ -312,7 +312,7 @@ class VerifyingDecoder(PrefixDecoder):
     def _decide(
         self, block: VerifiedBlock, span: Span, accepted: int, drafted: Guesses, others: Guesses, *, corrects: bool
     ) -> None:
-        """Fills the accepted tokens of a judged span, the token that a refusal gives, and its quota."""
+        """Fills a judged span's accepted tokens, a refusal's token, and by confidence what its quota still lacks."""
         for i, (token, log_prob) in enumerate(zip(*guessed(drafted.select(slice(0, accepted))), strict=True)):
             block.fill(span.start + i, token, log_prob, step=self.num_forwards)
         decided = accepted
@@ -362,7 +362,7 @@ class VerifyingDecoder(PrefixDecoder):
         if it may."""
         for block in self._blocks[:num_stored]:
             self._append_block(block, num_stored=block.start + self._size)
-            if self.done:  # blocks behind an ending token count for nothing
+            if self.done:  # blocks after an ending token count for nothing
                 return
         del self._blocks[:num_stored]
         self._mark_final()
@@ -395,7 +395,7 @@ class VerifyingDecoder(PrefixDecoder):
         self._begin_block(seed, log_probs)
 
     def _begin_block(self, seed: list[int], log_probs: list[float]) -> None:
-        """A block of known tokens that are not stored, the seed, masks up to the answer's end and beyond."""
+        """Begins a block: known tokens that are not stored, the seed, and masks, past the answer's end too."""
         start = self._front + len(self._blocks) * self._size
         known = [*self._all[start:], *seed]
         block = VerifiedBlock(

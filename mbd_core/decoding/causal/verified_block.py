@@ -17,7 +17,7 @@ class Span:
     """The part of a draft that is judged next: offsets [start, stop) of the block, and the draft of all its masks.
 
     logits_PV  the logits that gave the span's tokens
-    quota      masks of the block that this draft must fill
+    quota      the least number of the block's masks that this draft must fill
     """
 
     start: int
@@ -64,7 +64,7 @@ class VerifiedBlock:
         self.draft = list(self.tokens)
         self.span: Span | None = None
         self.is_settled = self.is_final = not self.open
-        self.num_final = 0  # forwards since its last mask
+        self.num_final = 0  # drafting forwards that found no mask in it
         self._seen_tokens, self._seen_open = list(self.tokens), list(self.open)
 
     @property
@@ -120,7 +120,7 @@ class VerifiedBlock:
         self._seen_tokens, self._seen_open = list(self.tokens), list(self.open)
 
     def slot(self, *, judged: Span | None, confirmed: int, stored: bool, was_final: bool) -> PlannedSlot:
-        """The block after a forward, which judged `judged` of its draft and accepted `confirmed` tokens of it."""
+        """The block after a forward that judged the span `judged` of its draft and confirmed `confirmed` tokens."""
         seen = SlotState.TO_CACHE if was_final else SlotState.ACTIVE
         number, size = len(self._seen_open), len(self.tokens)
         filled = [i for i in range(size) if i < self.stop and i not in self.open]

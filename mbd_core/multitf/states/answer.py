@@ -2,7 +2,7 @@
 
 A trainer makes it in Python, or reads it from the JSON of a served choice or of another system with the same members:
 
-{"prompt_token_ids": [91, 17], "token_ids": [4, 8, 15],
+    {"prompt_token_ids": [91, 17], "token_ids": [4, 8, 15],
      "rollout": {"step_map": [1, 1, 2], "logprobs": [-0.1, -0.4, -0.2],
                  "terminal": {"token_ids": [1], "step_map": [3], "logprobs": [-0.3]}}}
 

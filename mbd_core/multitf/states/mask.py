@@ -7,7 +7,7 @@ carries three numbers, and nothing else decides its visible keys:
     block   beta, its block
     first   alpha, the first block of its noise-group; for a clean token its block + 1
 
-i sees j  iff  j is clean and beta(j) < alpha(i)                                        (B.8 and, for clean i, B.9)
+    i sees j  iff  j is clean and beta(j) < alpha(i)                                        (B.8 and, for clean i, B.9)
               or   i, j share a noisy stream and a group (alpha(i) = alpha(j)) and beta(j) <= beta(i)           (B.7)
 
 If several samples are packed into one sequence, i and j must also be of one sample.
