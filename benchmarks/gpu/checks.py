@@ -18,12 +18,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.step_timing import StepCase, filled_engine
+from mbd_core.decoding.blocks.causal_config import Causal
 from mbd_core.decoding.blocks.config import T2T, DecodingConfig, EntropyBound, Soft
 from mbd_core.decoding.blocks.request import Output, Request
 from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.blocks.sampling_config import Sampling
+from mbd_core.decoding.blocks.verify_config import Verify
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
+from mbd_core.engine.step.batch import Batch
 from mbd_core.engine.step.kinds import StepKind
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.mlp import with_shared
@@ -41,6 +44,8 @@ from mbd_core.ops.layer.residual_norm import sum_experts
 CheckRow = dict[str, object]
 
 PAGE = 32
+PLANNED_TOLERANCE = 0.05
+"""Of the largest hidden state: a graph's products have other shapes, and so other roundings in bfloat16."""
 GPU_DTYPE = torch.bfloat16
 
 
@@ -48,11 +53,14 @@ class CheckFailed(RuntimeError):
     """A kernel, a captured step or a steady step gives a wrong result; the message says where."""
 
 
+RELEASED_SIZE = {"sdar": "sdar-8b", "llada2": "llada2-mini", "nemotron": "nemotron-8b"}
+
+
 def check_config(family: str, *, on_gpu: bool) -> ModelConfig:
-    """A small model of "sdar" or "llada2": on a GPU with the head size and blocks of the released model, else tiny."""
+    """A small model of a `RELEASED_SIZE`: on a GPU with the head size and blocks of the released model, else tiny."""
     if not on_gpu:
         return SHAPES[f"tiny-{family}"]
-    shape = SHAPES["sdar-8b" if family == "sdar" else "llada2-mini"]
+    shape = SHAPES[RELEASED_SIZE[family]]
     moe = None if shape.moe is None else replace(shape.moe, num_experts=32, intermediate_size=128)
     return replace(
         shape,
@@ -86,6 +94,11 @@ METHODS: dict[str, DecodingConfig] = {
     "several": DecodingConfig(block_size=32, buffer_size=2, tau_m2t=0.4, tokens_per_step=4),
     "margin": DecodingConfig(block_size=32, buffer_size=2, tau_m2t=0.4, fallback="margin"),
 }
+PLANNED: dict[str, tuple[str, DecodingConfig]] = {
+    "token by token": ("nemotron", DecodingConfig(block_size=32, causal=Causal(method="ar"))),
+    "verified": ("sdar", DecodingConfig(block_size=32, buffer_size=2, verify=Verify(exact=True, store="causal"))),
+}
+"""The family and the decoding of methods whose rows the host plans."""
 SAMPLINGS = (
     Sampling(),
     Sampling(temperature=0.8, seed=1),
@@ -164,6 +177,46 @@ def graphs_are_eager(
         "replayed": report["steps_replayed"],
         "eager": report["steps_eager"],
         "same": True,
+    }
+
+
+def planned_forwards_are_eager(method: str, device: torch.device, *, max_tokens: int = 48) -> CheckRow:
+    """Each forward of a method of `PLANNED` from the graphs captured at start, beside the same forward eagerly.
+
+    Raises `CheckFailed` if hidden states differ by more than roundings, or if on a GPU a forward was not a replay.
+    """
+    family, decoding = PLANNED[method]
+    model = check_model(family, device)
+    engine = Engine(model, EngineConfig(max_rows=4, num_pages=256, page_size=PAGE, static_shapes=True))
+    num_captured, errors = engine.prepare(decoding), []
+    replay = engine._graphs.forward
+
+    def beside_eager(batch: Batch) -> Tensor:
+        replayed_AD = replay(batch).clone()
+        eager_AD = engine.runner.forward(batch)
+        errors.append(float((replayed_AD - eager_AD).abs().max() / eager_AD.abs().max().clamp(min=1e-6)))
+        return replayed_AD
+
+    engine._graphs.forward = beside_eager  # type: ignore[method-assign]
+    prompts = [tuple(range(20 + i, 50 + 11 * i)) for i in range(6)]
+    engine.generate(
+        [
+            Request(request_id=str(i), prompt=prompt, max_tokens=max_tokens, decoding=decoding, ignore_eos=True)
+            for i, prompt in enumerate(prompts)
+        ]
+    )
+    report, largest = engine.graph_report(), max(errors)
+    if not largest <= PLANNED_TOLERANCE:
+        raise CheckFailed(f"a replayed forward of {method} differs from the eager one by {largest:.3g}")
+    if device.type == "cuda" and (report["steps_eager"] or not report["steps_replayed"]):
+        raise CheckFailed(f"{report['steps_eager']} forwards of {method} ran eagerly, {len(errors)} were asked for")
+    return {
+        "model": model.config.architecture,
+        "method": method,
+        "captured": num_captured,
+        "replayed": report["steps_replayed"],
+        "eager": report["steps_eager"],
+        "largest_error": largest,
     }
 
 

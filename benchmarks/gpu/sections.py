@@ -141,6 +141,8 @@ def graphs(day: Day) -> Iterator[TableRow]:
         yield gpu_checks.graphs_are_eager(model, max_tokens=tokens, max_rows=max_rows)
         case = StepCase(rows=2, buffer_size=2, prefix=64, steps=day.steps)
         yield {"model": model.config.architecture, **gpu_checks.steady_steps_never_wait(model, case)}
+    for method in gpu_checks.PLANNED:
+        yield gpu_checks.planned_forwards_are_eager(method, day.device, max_tokens=tokens)
 
 
 def steps(

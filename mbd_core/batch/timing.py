@@ -112,6 +112,8 @@ class TimedStage:
         }
         lone_requests = [request for number, request in served.items() if number < case.num_alone]
         at_once = list(served.values())
+        if at_once and not at_once[0].decoding.in_buffer:  # the model's own graphs may be of another method
+            model.engine.prepare(at_once[0].decoding)
         for warm_up, concurrency in ((lone_requests[:1], 1), (at_once[: self._concurrency], self._concurrency)):
             list(run_timed(model, warm_up, stops=stops, concurrency=concurrency))
         rows: list[TimedRow] = []

@@ -30,6 +30,7 @@ from mbd_core.engine.sequences.admission import AdmittedRequest, RequestRefused,
 from mbd_core.engine.sequences.sequence import SequenceState
 from mbd_core.engine.step.decode import decode_step, store_step
 from mbd_core.engine.step.kinds import StepKind
+from mbd_core.engine.step.planned_graphs import planned_kinds
 from mbd_core.engine.step.report import HostCopy, StepReport
 from mbd_core.engine.step.routed_experts import experts_of
 from mbd_core.engine.step.rows import SlotLayout, StepRows, packed_rows
@@ -254,14 +255,17 @@ class Engine:
     @on_all_ranks
     @torch.inference_mode()
     def prepare(self, decoding: DecodingConfig) -> int:
-        """Captures graphs for greedy requests with `decoding`, and larger graphs for all other requests; returns the
-        number of graphs.
+        """Captures graphs for greedy requests with `decoding`, and, if they decode in slots, larger graphs for all
+        other requests in slots; returns the number of graphs.
 
         Graphs are captured here and never later: a step of a kind without one runs eagerly. Raises `ValueError` while
         requests are being served.
         """
         self.check_idle("prepare")
-        return self._graphs.capture(self._kinds.to_capture(decoding) if decoding.in_buffer else ())
+        if decoding.in_buffer:
+            return self._graphs.capture(self._kinds.to_capture(decoding))
+        adapters = self.config.max_adapters > 0
+        return self._graphs.capture((), planned_kinds(decoding, max_rows=self.config.max_rows, adapters=adapters))
 
     @on_all_ranks
     def forget_prefixes(self) -> None:
@@ -487,14 +491,18 @@ class Engine:
         recording = [s for s in self.scheduler.running.values() if s.request.experts]
         if recording:
             with recorded_experts(self.model) as calls:
-                step = self._launch_packed(plan, lay_out)
+                step = self._launch_packed(plan, lay_out, replays=False)
             assert self.runner.last_batch is not None
             return replace(step, experts=experts_of(recording, self.runner.last_batch, calls))
-        return self._launch_packed(plan, lay_out)
+        return self._launch_packed(plan, lay_out, replays=not plan.chunks)
 
-    def _launch_packed(self, plan: StepPlan, lay_out: Callable[[BlockBuffer | None], StepRows]) -> LaunchedStep:
+    def _launch_packed(
+        self, plan: StepPlan, lay_out: Callable[[BlockBuffer | None], StepRows], *, replays: bool
+    ) -> LaunchedStep:
         if not plan.decoding:
-            return LaunchedStep(plan=plan, report=None, planned=store_step(self._state, lay_out(None)))
+            forward = self._graphs.forward if replays else None
+            planned = store_step(self._state, lay_out(None), forward=forward)
+            return LaunchedStep(plan=plan, report=None, planned=planned)
         ids = self.model.config.edit_token_ids
         steering = self._seating.ledger.steering(
             self.ranks.share, tries=step_tries(self.config), ids=EditTokens(*ids) if ids else None

@@ -287,15 +287,16 @@ def test_without_a_request_that_uses_one_no_operation_is_added(
     assert counts[0] == counts[1] and counts[0].total() > 100
 
 
+@pytest.mark.parametrize("kind", ["block_causal", "causal"])
 def test_graphs_captured_before_an_adapter_is_loaded_serve_it(
-    models: dict[str, Decoder], folders: dict[str, dict[str, Path]], monkeypatch: pytest.MonkeyPatch
+    models: dict[str, Decoder], folders: dict[str, dict[str, Path]], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    model, batch = models["block_causal"], [r for r in requests("block_causal") if r.decoding.soft is None][:4]
+    model, batch = models[kind], [r for r in requests(kind) if r.decoding.soft is None][:4]
     sizes = EngineConfig(
         max_rows=2, buffer_size=3, num_pages=60, page_size=16, max_prefill_tokens=12, max_adapters=2, max_rank=4
     )
     wanted_from = Engine(model, sizes)
-    for name, folder in folders["block_causal"].items():
+    for name, folder in folders[kind].items():
         wanted_from.load_adapter(name, folder)
     wanted = [gist(o)[0] for o in wanted_from.generate(batch)]
     with fake_device() as device:
@@ -304,7 +305,7 @@ def test_graphs_captured_before_an_adapter_is_loaded_serve_it(
         monkeypatch.setattr(device_vocab, "FusedVocab", Vocab)
         served = Engine(device.move(copy.deepcopy(model)), sizes)
         captured = served.prepare(batch[1].decoding)
-        for name, folder in folders["block_causal"].items():
+        for name, folder in folders[kind].items():
             served.load_adapter(name, folder)
         assert [gist(o)[0] for o in served.generate(batch)] == wanted
         report = served.graph_report()

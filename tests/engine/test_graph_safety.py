@@ -13,7 +13,21 @@ import torch
 from expert_layers import cut_tiles
 from fake_attention import FakePackages, sequences
 from fake_device import FakeDevice, Graph, OnDevice, fake_device
-from small_engines import BLOCKWISE, EXPERTS, FULL, MASK, SHIFTED, VOCAB, B, build, gist, request
+from small_engines import (
+    BLOCKWISE,
+    CAUSAL,
+    EXPERTS,
+    FULL,
+    MASK,
+    SHIFTED,
+    SHIFTED_VERIFY,
+    VERIFY,
+    VOCAB,
+    B,
+    build,
+    gist,
+    request,
+)
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -191,19 +205,38 @@ def split_kernel(
     EACH: int,
     PAGE: int,
     SPLITS: int,
+    CAUSAL: bool,
+    GAP: bool,
     **_: Any,
 ) -> None:
     """All of a row's keys are in the first split; the others have none."""
     assert {t.dtype for t in (bounds, keys, table)} == {torch.int32} and grid[1:] == (k.shape[2], SPLITS)
-    assert len(keys) % EACH == 0 and grid[0] == len(keys) // EACH * strides[9]
-    table = table.view(-1, EACH, table.shape[-1])[:, :1].expand(-1, EACH, -1).flatten(0, 1)  # a sequence's own
-    layout = RowLayout(cu_seqlens_q=bounds, kv_lens_R=keys, page_table_RP=table.long(), page_size=PAGE)
-    out = paged_attention(q, k, v, layout)
+    assert len(table) % EACH == 0 and grid[0] == len(table) // EACH * strides[9]
+    table = table.view(-1, EACH, table.shape[-1])[:, :1].expand(-1, EACH, -1).flatten(0, 1).long()  # a sequence's own
+    if CAUSAL:
+        out = attention_of_tokens(
+            q, k, v, table.repeat_interleave(bounds.diff(), dim=0), keys, hidden if GAP else None
+        )
+    else:
+        layout = RowLayout(cu_seqlens_q=bounds, kv_lens_R=keys, page_table_RP=table, page_size=PAGE)
+        out = paged_attention(q, k, v, layout)
     if SPLITS == 1:
         parts.copy_(out)
     else:
         parts.fill_(torch.nan)[0].copy_(out)
         lse.fill_(-torch.inf)[0] = 0.0
+
+
+def attention_of_tokens(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, keys: Tensor, hidden: Tensor | None) -> Tensor:
+    """Each token with its own number of keys, of which some may be hidden."""
+    out = torch.empty_like(q)
+    for t, number in enumerate(keys.tolist()):
+        seen = torch.ones(number, dtype=torch.bool)
+        if hidden is not None:
+            seen[hidden[0, t] : hidden[1, t]] = False
+        own_k, own_v = (x[pages[t]].flatten(0, 1)[:number][seen].transpose(0, 1)[None] for x in (k, v))
+        out[t] = F.scaled_dot_product_attention(q[None, t, :, None], own_k, own_v, enable_gqa=True)[0, :, 0]
+    return out
 
 
 def join_kernel(grid: Any, parts: Tensor, lse: Tensor, out: Tensor, *_: int, SPLITS: int, **__: Any) -> None:
@@ -391,6 +424,44 @@ def test_steps_that_store_prompts_replay_the_graph_of_those_that_decode(
     assert any(storing) == (family == "llada2"), "a prompt under full attention is stored in one step"
     report = served.graph_report()
     assert report["steps_replayed"] == len(decoding) and report["steps_eager"] == 0
+
+
+NEMOTRON = {"architecture": "NemotronLabsDiffusionModel", "attention": "causal", "qk_norm": False}
+PLANNED = {
+    **{name: (NEMOTRON, fields) for name, fields in CAUSAL.items()},
+    **{name: (FAMILIES["sdar"], fields) for name, fields in VERIFY.items()},
+    **{name: (FAMILIES["fast-dllm-v2"], fields) for name, fields in SHIFTED_VERIFY.items()},
+}
+
+
+# with the kernel of a package our own serves the rows with a gap alone
+@pytest.mark.parametrize(("method", "kernel"), [*((name, "vllm") for name in PLANNED), ("verify exact", "triton")])
+def test_forwards_of_planned_rows_replay_graphs_captured_at_start(
+    monkeypatch: pytest.MonkeyPatch, device: FakeDevice, method: str, kernel: str
+) -> None:
+    """Whatever its rows: no forward is larger than the largest graph, and its padding changes nothing."""
+    family, fields = PLANNED[method]
+    model, decoding = build(**family).double(), DecodingConfig(block_size=B, **fields)
+    batch = [
+        request(
+            f"r{i}",
+            5 * i,
+            "multi",
+            decoding=decoding,
+            sampling=Sampling(temperature=0.8 * (i % 2), seed=i),
+            max_tokens=9 + 4 * i,
+            ignore_eos=True,
+        )
+        for i in range(5)
+    ]
+    sizes = replace(SIZES, max_rows=3)
+    wanted = [gist(o)[0] for o in Engine(model, sizes).generate(batch)]
+    attend_by(monkeypatch, KERNELS[kernel](FakePackages(), device))
+    served = Engine(device.move(model), sizes)
+    assert served.prepare(decoding) > 0
+    assert [gist(o)[0] for o in served.generate(batch)] == wanted
+    report = served.graph_report()
+    assert report["steps_replayed"] > 0 == report["steps_eager"]
 
 
 def test_a_step_without_a_graph_runs_eagerly_and_is_counted(

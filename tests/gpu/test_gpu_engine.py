@@ -10,7 +10,14 @@ import pytest
 import torch
 from adapter_folders import write_adapter
 
-from benchmarks.gpu.checks import check_model, graphs_are_eager, kernel_rows, steady_steps_never_wait
+from benchmarks.gpu.checks import (
+    PLANNED,
+    check_model,
+    graphs_are_eager,
+    kernel_rows,
+    planned_forwards_are_eager,
+    steady_steps_never_wait,
+)
 from benchmarks.gpu.kernel_checks import kernel_form_rows
 from benchmarks.roofline import measure_machine
 from benchmarks.step_timing import StepCase
@@ -37,6 +44,12 @@ def test_the_forms_of_kernels_are_those_in_torchs_operations() -> None:
 def test_every_kind_of_step_is_captured_and_replays_the_eager_one(family: str) -> None:
     row = graphs_are_eager(check_model(family, CUDA))
     assert row["captured"] == row["kinds"] and row["eager"] == 0 < row["replayed"]
+
+
+@pytest.mark.parametrize("method", PLANNED)
+def test_forwards_of_planned_rows_replay_the_eager_one(method: str) -> None:
+    row = planned_forwards_are_eager(method, CUDA)
+    assert row["eager"] == 0 < row["replayed"] and row["captured"] > 0
 
 
 @pytest.mark.parametrize("family", ["sdar", "llada2"])

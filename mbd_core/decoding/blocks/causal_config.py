@@ -20,6 +20,8 @@ class PlannedRows:
     """The cache layout, after a stored prefix, of a request whose decoder plans its rows on the host.
 
     longest   the most positions after the stored tokens that the rows of one forward reach
+    rows      the most rows of one forward
+    gaps      whether a row's keys may lie after hidden keys (`Query.gap`)
     overhang  positions past the answer's end that its rows may reach
     seeds     known tokens that are left to the decoder's first row, because it needs the logits that follow them
     store     length of the rows that store a prefix, without order inside a row; `None`: causal rows of any length
@@ -28,6 +30,8 @@ class PlannedRows:
     """
 
     longest: int
+    rows: int = 1
+    gaps: bool = False
     overhang: int = 0
     seeds: int = 0
     store: int | None = None
@@ -87,7 +91,9 @@ class Causal:
         length = self.row_length(block_size)
         if self.ahead:
             copies = length * length
-            return PlannedRows(longest=length + copies, overhang=length - 1 + copies, seeds=1)
+            return PlannedRows(
+                longest=length + copies, rows=1 + length, gaps=True, overhang=length - 1 + copies, seeds=1
+            )
         if self.context == "full":
             return PlannedRows(longest=length, store=length, grid=length, full=True)
         return PlannedRows(longest=length, overhang=length - 1 if self.method == "linear_spec" else 0, seeds=1)

@@ -268,7 +268,7 @@ class DecodingConfig:
         """How its requests lie in the cache, if a decoder plans their rows after a stored prefix."""
         if self.verify is not None:
             rows = self.verify.rows(self.block_size, self.buffer_size)
-            return replace(rows, seeds=1) if self.carry else rows
+            return replace(rows, seeds=1, gaps=False) if self.carry else rows
         part = self.renoise or self.causal
         return None if part is None else part.rows(self.block_size)
 

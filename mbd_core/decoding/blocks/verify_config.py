@@ -104,6 +104,8 @@ class Verify:
         a draft model, up to `buffer_size` + 1 decided blocks before them may be stored by one of the models alone."""
         return PlannedRows(
             longest=(3 * buffer_size + 1 if self.draft_model else 2 * buffer_size) * block_size,
+            rows=max(buffer_size + 1, buffer_size * (1 + (self.lead == "causal"))),
+            gaps=True,
             overhang=(buffer_size + 1) * block_size - 1,
             seeds=int(self.draft_model),
             store=None if self.store == "causal" else block_size,

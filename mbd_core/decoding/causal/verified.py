@@ -245,7 +245,7 @@ class VerifyingDecoder(PrefixDecoder):
         if self._router.verifies(drafted.score_P[:length], num_confident):
             is_first = all(other.is_final for other in self._blocks[: self._blocks.index(block)])
             quota = quota if is_first else 0
-            block.span = Span(masks[0], masks[0] + length, drafted, logits_PV[at[:length]], quota)
+            block.span = Span(masks[0], masks[0] + length, drafted, logits_PV[at[0] : at[0] + length], quota)
         else:
             self._accept_confident(block, drafted, quota)
         block.keep_draft(drafted)

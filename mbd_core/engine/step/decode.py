@@ -59,12 +59,14 @@ def decode_step(
     return with_tops(report_X, prediction.tops_A2K, rows.at_A, buffer), state.planned(rows, batch, hidden_AD)
 
 
-def store_step(state: "StepState", rows: StepRows) -> Tensor | list[Any] | None:
+def store_step(
+    state: "StepState", rows: StepRows, *, forward: Callable[[Batch], Tensor] | None = None
+) -> Tensor | list[Any] | None:
     """A forward in which no block is decoded: prompt chunks are stored, and planned rows are read
-    (`StepState.planned`)."""
+    (`StepState.planned`). `forward` runs it in the place of the runner's."""
     if not rows.groups:  # the draft model alone has rows
         return state.with_drafts(rows, None)
-    batch, hidden_AD = state.forward(rows)
+    batch, hidden_AD = state.forward(rows, forward)
     state.runner.remember_prompts(rows.prompt_ends)
     return state.planned(rows, batch, hidden_AD)
 
@@ -91,10 +93,10 @@ class StepState:
     adapters_R: Tensor | None = None
     draft_runner: ModelRunner | None = None
 
-    def forward(self, rows: StepRows) -> tuple[Batch, Tensor]:
-        """The packed rows and the hidden states (A, D) of their asked positions."""
+    def forward(self, rows: StepRows, run: Callable[[Batch], Tensor] | None = None) -> tuple[Batch, Tensor]:
+        """The packed rows and the hidden states (A, D) of their asked positions, by `run` or the runner."""
         batch = pack(rows.groups, page_size=self.page_size, batch_invariant=self.batch_invariant)
-        return batch, self.runner.forward(batch)
+        return batch, (run or self.runner.forward)(batch)
 
     def logits_of(
         self, hidden_AD: Tensor, batch: Batch, work: StepWork, *, has_steering: bool = False

@@ -1,18 +1,21 @@
-"""Static steps as CUDA graphs, captured when the server starts.
+"""Steps as CUDA graphs, captured when the server starts: static steps, and forwards of planned rows.
 
 A step of a kind that has no graph, and that no captured kind covers, runs kernel by kernel and is counted.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from mbd_core.engine.config import EngineConfig
+from mbd_core.engine.step.batch import Batch
 from mbd_core.engine.step.decode import StepState
 from mbd_core.engine.step.kinds import StepKind
+from mbd_core.engine.step.planned_graphs import CapturedForward, PlannedKind
 from mbd_core.engine.step.static_step import static_step
 from mbd_core.ops.attention.choice import AttentionKernel
 from mbd_core.ops.launch import triton_serves
@@ -55,7 +58,8 @@ class StepGraphs:
     """The captured steps of one engine. With an `obstacle` every step runs kernel by kernel.
 
     obstacle                 why there are no graphs
-    num_replayed, num_eager  static steps so far, by how they ran
+    num_replayed, num_eager  steps so far, by how they ran: static steps, and once some kind of them has a graph,
+                             forwards of planned rows alone
     memory_bytes             device memory that the graphs took
     """
 
@@ -66,6 +70,7 @@ class StepGraphs:
     memory_bytes: int = 0
     _captured_steps: "dict[StepKind, CapturedStep]" = field(default_factory=dict)
     _graph_of_kind: "dict[StepKind, CapturedStep | None]" = field(default_factory=dict)
+    _captured_forwards: dict[PlannedKind, CapturedForward] = field(default_factory=dict)
     _pool: Any = None
     _stream: "torch.cuda.Stream | None" = None
 
@@ -73,7 +78,7 @@ class StepGraphs:
     def enabled(self) -> bool:
         return self.obstacle is None
 
-    def capture(self, kinds: Iterable[StepKind]) -> int:
+    def capture(self, kinds: Iterable[StepKind], forwards: Iterable[PlannedKind] = ()) -> int:
         """Captures the kinds that have no graph yet; returns the number of graphs."""
         if self.enabled:
             device = self.state.tables_RP.device
@@ -86,8 +91,12 @@ class StepGraphs:
             for kind in sorted(kinds, key=_size, reverse=True):
                 if kind not in self._captured_steps:
                     self._captured_steps[kind] = CapturedStep(self.state, kind, self._pool, self._stream)
+            capture_forward = partial(capture, device=device, pool=self._pool, stream=self._stream)
+            for planned in sorted(forwards, key=lambda planned: planned.size, reverse=True):
+                if planned not in self._captured_forwards:
+                    self._captured_forwards[planned] = CapturedForward(self.state, planned, capture_forward)
             self.memory_bytes += free - torch.cuda.mem_get_info(device)[0]
-        return len(self._captured_steps)
+        return len(self._graphs)
 
     def run(self, kind: StepKind, *, num_pages: int) -> Tensor:
         """Runs one static step. Returns its report (X,), valid until the next step."""
@@ -98,6 +107,16 @@ class StepGraphs:
         self.num_eager += 1
         return static_step(self.state, kind, num_pages=num_pages)
 
+    def forward(self, batch: Batch) -> Tensor:
+        """The hidden states (A, D) of a forward of planned rows alone, valid until the next step."""
+        kind = PlannedKind.of(batch)
+        covering = [] if kind is None else [c for c in self._captured_forwards if c.covers(kind)]
+        if covering:
+            self.num_replayed += 1
+            return self._captured_forwards[min(covering, key=lambda planned: planned.size)].replay(batch)
+        self.num_eager += bool(self._captured_forwards)
+        return self.state.runner.forward(batch)
+
     def release(self, *, wait: bool = True) -> None:
         """Releases all graphs when the device has finished; from then on every step runs kernel by kernel. Without
         `wait` a running graph ends later.
@@ -105,11 +124,12 @@ class StepGraphs:
         NCCL destroys a communicator only when no graph holds it. The next capture takes another memory pool, because
         torch refuses a pool that tensors use without a graph.
         """
-        if self._captured_steps and wait:
+        if self._graphs and wait:
             torch.cuda.synchronize(self.state.tables_RP.device)
-        for step in self._captured_steps.values():
-            step.release()
+        for graph in self._graphs:
+            graph.release()
         self._captured_steps.clear()
+        self._captured_forwards.clear()
         self._graph_of_kind.clear()
         self._pool, self.memory_bytes = None, 0
         self.state.runner.forget_batch()
@@ -118,11 +138,15 @@ class StepGraphs:
         """Why there are no graphs; the number of graphs, their memory, and steps by how they ran."""
         return {
             "not_used": self.obstacle,
-            "captured": len(self._captured_steps),
+            "captured": len(self._graphs),
             "memory_bytes": self.memory_bytes,
             "steps_replayed": self.num_replayed,
             "steps_eager": self.num_eager,
         }
+
+    @property
+    def _graphs(self) -> "list[CapturedStep | CapturedForward]":
+        return [*self._captured_steps.values(), *self._captured_forwards.values()]
 
     def _graph_for(self, kind: StepKind) -> "CapturedStep | None":
         """The graph of the least captured kind that does all that `kind` does."""

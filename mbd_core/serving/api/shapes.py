@@ -474,8 +474,9 @@ class ReplicaState(TypedDict):
     """`num_pages`, `page_size`, `tokens` (whose keys and values fit), and `free_pages`, which include pages of cached
     prefixes"""
     graphs: NotRequired[dict[str, Any]]
-    """CUDA graphs: the number `captured` (`not_used`: why there are none), their `memory_bytes`, and static steps so
-    far: `steps_replayed` with a graph, `steps_eager` without"""
+    """CUDA graphs: the number `captured` (`not_used`: why there are none), their `memory_bytes`, and steps so far:
+    `steps_replayed` with a graph, `steps_eager` without (static steps, and forwards of planned rows if some have a
+    graph)"""
     prefix_cache: NotRequired[dict[str, Any]]
     """the numbers of prompt tokens `looked_up` and `found`"""
 

@@ -19,6 +19,7 @@ from benchmarks.gpu.checks import (
     check_model,
     graphs_are_eager,
     kernel_rows,
+    planned_forwards_are_eager,
     steady_steps_never_wait,
 )
 from benchmarks.step_timing import StepCase
@@ -96,6 +97,15 @@ def test_the_checks_run_here_and_say_what_they_did_not_check(tmp_path: Path, mon
     assert adapted["same"] is True and adapted["eager"] > 0 and served == [{None, "one", "other"}] * 2
     steady = steady_steps_never_wait(model, StepCase(rows=2, buffer_size=2, prefix=32, steps=2))
     assert steady["checked"] is False
+    for method in gpu_checks.PLANNED:
+        planned = planned_forwards_are_eager(method, CPU, max_tokens=8)
+        assert planned["largest_error"] == planned["captured"] == planned["replayed"] == 0
+
+
+def test_another_forward_than_the_eager_one_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StepGraphs, "forward", lambda graphs, batch: graphs.state.runner.forward(batch) + 1.0)
+    with pytest.raises(CheckFailed, match="a replayed forward of verified differs from the eager one by"):
+        planned_forwards_are_eager("verified", CPU, max_tokens=8)
 
 
 def test_every_static_step_of_the_requests_is_of_a_kind_that_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
