@@ -11,7 +11,7 @@ import torch
 from small_engines import EOS, MASK, VOCAB, B, build
 from torch import Tensor
 
-from mbd_core.decoding.blocks.canvas_config import Branches, Canvas
+from mbd_core.decoding.blocks.canvas_config import Branches, Canvas, MultiBlock
 from mbd_core.decoding.blocks.config import T2T, DecodingConfig, Soft
 from mbd_core.decoding.blocks.literal_algorithms import BlockTokens, LiteralRun, Predictions, Weights, naive_multibd
 from mbd_core.decoding.blocks.request import Output, Request
@@ -276,6 +276,7 @@ CANVASES: dict[str, Canvas] = {
     "threshold": Canvas(block_length=8, tau=0.3),
     "quota": Canvas(block_length=8, accept="quota", steps=12),
     "branches": Canvas(tau=0.3, branches=Branches(block_lengths=(4, 8))),
+    "multi_block": Canvas(block_length=4, multi_block=MultiBlock(tau_entropy=3.0)),
 }
 
 

@@ -18,7 +18,7 @@ from mbd_core.decoding.answers.piece import Piece
 from mbd_core.decoding.blocks.canvas_config import MultiBlock
 from mbd_core.decoding.canvas.lane import Lane
 from mbd_core.decoding.canvas.plan import CanvasPlan, CanvasTask, CanvasUpdate, Guesses, OpenLogits
-from mbd_core.decoding.canvas.unmasking import GuessingDecoder
+from mbd_core.decoding.canvas.unmasking import GuessingDecoder, LaneAdjustments
 
 
 @dataclass
@@ -48,7 +48,8 @@ class MultiBlockCanvas(GuessingDecoder):
         self.num_forwards = 0
         self.done = False
         self._forbids_eos = task.canvas.forbid_eos
-        self._sampling, self._vocab, self._eos = task.sampling, task.vocab, task.eos_token_ids
+        self._sampling, self._vocab, self._eos, self._ends = task.sampling, task.vocab, task.eos_token_ids, task.ends
+        self._adjustments = LaneAdjustments(task)
         self._shift = int(task.shift)
         self._rule = self.settings.rule or ("dream" if task.shift else "llada")
         self._lane = Lane.fresh(task.prompt, task.max_tokens, task.vocab.mask_token_id)
@@ -59,7 +60,7 @@ class MultiBlockCanvas(GuessingDecoder):
         self._prepare()
 
     def answer_from(self, number: int) -> Piece:
-        return self._lane.answer(self.prompt_length + number, self._eos)
+        return self._lane.answer(self.prompt_length + number, self._ends)
 
     def plan(self) -> CanvasPlan:
         """The next forward: the canvas from `_begin` on, with logits for the masks of all added blocks."""
@@ -72,13 +73,15 @@ class MultiBlockCanvas(GuessingDecoder):
         (logits_PV,) = logits
         if self._forbids_eos:
             logits_PV[:, list(self._eos)] = -torch.inf
+        positions_P = torch.from_numpy(self._open_positions())
         return OpenLogits(
             logits_PV=logits_PV,
-            position_P=torch.from_numpy(self._open_positions()),
+            position_P=positions_P,
             forward=self.num_forwards,
             score="neg_entropy",
             sampling=self._sampling,
             vocab=self._vocab,
+            adjust=self._adjustments.at(self._lane, positions_P, logits_PV),
         )
 
     def accept(self, opened: OpenLogits, guesses: Guesses) -> CanvasUpdate:
@@ -125,17 +128,17 @@ class MultiBlockCanvas(GuessingDecoder):
         return accepted_P
 
     def _prepare(self) -> None:
-        """Prepare the next forward: close the answer after an EOS, activate and add blocks, commit done blocks."""
-        eos = self._lane.find(self._eos, self.prompt_length, self.length)
-        if eos is not None:
-            self._close_after(eos)
+        """Prepare the next forward: close the answer after its end, activate and add blocks, commit done blocks."""
+        end = self._lane.find(self._ends, self.prompt_length, self.length)
+        if end is not None:
+            self._close_after(end)
         if not bool(self._lane.masked.any()):
             self.done = True
             return
         for previous, block in zip(self._blocks, self._blocks[1:], strict=False):
             block.active = block.active or self._progress(previous) >= self.settings.tau_active
         last = self._blocks[-1]
-        if eos is None and last.stop < self.length and self._progress(last) >= self.settings.tau_add:
+        if end is None and last.stop < self.length and self._progress(last) >= self.settings.tau_add:
             self._add_block()
         self._end = max(b.stop for b in self._blocks[1:] if b.active or self._num_open(b))
         self._begin = self._commit_done()
@@ -145,10 +148,10 @@ class MultiBlockCanvas(GuessingDecoder):
         active = self._progress(last) >= self.settings.tau_active
         self._blocks.append(CanvasBlock(last.stop, min(last.stop + self._size, self.length), active=active))
 
-    def _close_after(self, eos: int) -> None:
-        """Fill the positions after the first EOS with this EOS, so that none of them is decoded. Their step is 0."""
-        positions = np.arange(eos + 1, self.length)
-        tokens = np.full_like(positions, int(self._lane.tokens[eos]))
+    def _close_after(self, end: int) -> None:
+        """Fill the positions after the first end with its token, so that none of them is decoded. Their step is 0."""
+        positions = np.arange(end + 1, self.length)
+        tokens = np.full_like(positions, int(self._lane.tokens[end]))
         self._lane.fill(positions, tokens, np.zeros(len(positions)), step=0)
 
     def _commit_done(self) -> int:
