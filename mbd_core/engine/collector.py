@@ -179,6 +179,8 @@ class Collector:
             piece = replace(piece, logprobs=tuple(log_probability(torch.from_numpy(confidence)).tolist()))
         if sequence.top_log is not None:
             piece = replace(piece, tops=tuple(sequence.top_log.take(num_blocks)))
+            if request.carries:
+                sequence.top_log.carry(num_blocks)
         if sequence.step_map is not None:
             steps, edits = sequence.step_map.take(num_blocks)
             piece = replace(piece, steps=steps, edits=edits)

@@ -235,12 +235,15 @@ def test_preempted_moved_and_cached_requests_count_the_same_tokens(model: Decode
         assert engine(model, batch_invariant=True).generate([moved])[0].tokens == whole.tokens
 
 
-@pytest.mark.parametrize("method", ["single", "multi", "t2t", "soft"])
+@pytest.mark.parametrize("method", ["single", "multi", "t2t", "soft", "carry"])
 @pytest.mark.parametrize("static", [False, True])
 def test_the_likeliest_tokens_are_those_of_the_reported_forward(model: Decoder, method: str, static: bool) -> None:
     """The answer's own token is among them with the log-probability that is reported, first where it is greedy."""
-    part = {"t2t": {"t2t": T2T(tau=0.2)}, "soft": {"soft": Soft(stop_confidence=0.5)}}.get(method, {})
-    decoding = DecodingConfig(block_size=B, buffer_size=1 if method == "single" else 3, tau_m2t=0.3, **part)
+    parts = {"t2t": {"t2t": T2T(tau=0.2)}, "soft": {"soft": Soft(stop_confidence=0.5)}, "carry": {"carry": True}}
+    if method == "carry":
+        model = build("Fast_dLLM_QwenForCausalLM", shift_logits=True, qk_norm=False, qkv_bias=True).double()
+    size = 1 if method == "single" else 3
+    decoding = DecodingConfig(block_size=B, buffer_size=size, tau_m2t=0.3, **parts.get(method, {}))
     asked = [
         request(f"r{i}", i, "plain", decoding=decoding, logprobs=True, top_logprobs=n, ignore_eos=True)
         for i, n in enumerate((20, 1, 4))

@@ -72,6 +72,8 @@ class TopLog:
         self._number, self._softens = request.top_logprobs, request.decoding.soft is not None
         self._tokens_NB = np.full(shape, OPEN, dtype=np.int64)
         self._tops_NB2K = np.full((*shape, 2), -1.0)
+        self._first_tops_N2K = self._tops_NB2K[:, 0]
+        self._is_carried = False  # the store before filled the first position, and its tops are that forward's
 
     def update(
         self, states_N: np.ndarray, tokens_NB: np.ndarray, masked_NB: np.ndarray, tops_NB2K: np.ndarray
@@ -81,10 +83,17 @@ class TopLog:
             self._tops_NB2K = np.full(tops_NB2K.shape, -1.0)
         tokens_NB = np.where(masked_NB, OPEN, tokens_NB).astype(np.int64)
         rated_NB = ~masked_NB & (tokens_NB != self._tokens_NB)
+        rated_NB[0, 0] &= not self._is_carried
         if self._softens:
             rated_NB |= ~masked_NB & (states_N == SlotState.ACTIVE)[:, None]
         self._tops_NB2K[rated_NB] = tops_NB2K[rated_NB]
-        self._tokens_NB = tokens_NB
+        self._tokens_NB, self._first_tops_N2K, self._is_carried = tokens_NB, tops_NB2K[:, 0], False
+
+    def carry(self, num_blocks: int) -> None:
+        """Records the likeliest tokens of the position after the stored blocks, if it was open: the last forward
+        predicted it in the place of the last block's first position."""
+        if self._tokens_NB[0, 0] == OPEN:
+            self._tops_NB2K[0, 0], self._is_carried = self._first_tops_N2K[num_blocks - 1], True
 
     def take(self, num_blocks: int) -> list[TopTokens]:
         """The likeliest tokens of the first blocks' positions, in order; these blocks leave the buffer."""
