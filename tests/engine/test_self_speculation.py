@@ -214,7 +214,7 @@ def test_what_cannot_be_had_is_refused_in_a_sentence(model: Decoder) -> None:
         with pytest.raises(RequestRefused, match=message) as caught:
             served.add(dataclasses.replace(plain, **changes))
         assert "\n" not in str(caught.value)
-    with pytest.raises(RequestRefused, match="causal needs a model that predicts the next token behind causal rows"):
+    with pytest.raises(RequestRefused, match="causal needs a model that predicts the next token by causal rows"):
         engine(blocks).add(plain)
     for fields, message in (
         ({"buffer_size": 2}, "buffer_size=2 has no meaning with causal"),

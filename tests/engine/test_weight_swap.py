@@ -310,7 +310,7 @@ K = "model.layers.1.self_attn.k_proj.weight"
     ("changes", "says"),
     [
         ({K: None}, f"the new weights lack a tensor of this model: '{K}'"),
-        ({"more": torch.zeros(2)}, "the new weights are no tensor of this model: 'more'"),
+        ({"more": torch.zeros(2)}, "the new weights have a tensor that this model lacks: 'more'"),
         ({K: torch.zeros(16, 31)}, rf"'{K}' has shape \(16, 31\); the model asks for \(16, 32\)"),
         ({K: torch.full((16, 32), torch.inf)}, f"'{K}' has values that are not finite"),
     ],

@@ -1,4 +1,4 @@
-"""LoRA adapters. Each is loaded under a name, and has a slot until it is unloaded, when no request uses it."""
+"""LoRA adapters. Each is loaded under a name, and has a slot until it is unloaded. No request may use it then."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -27,7 +27,7 @@ WeightSource = Path | Iterable[tuple[str, Tensor]]
 
 @dataclass(frozen=True)
 class StagedWeights:
-    """Weights on the host, by the decoder's names, that fit the model they were staged for.
+    """Weights on the host, by the decoder's names, that fit the model they were staged for. `mode`:
 
     wait     running requests end with the old weights before the swap, and no other request begins
     preempt  the swap happens at once; running requests are preempted, keep their committed tokens, and go on. Only a
@@ -87,7 +87,7 @@ def _check_tensors(model: Decoder, tensors: Iterable[tuple[str, Tensor]], dtype:
     shard, parts = model.shard, dict[str, Tensor]()
     for name, tensor in tensors:
         if name not in whole:
-            raise ValueError(f"the new weights are no tensor of this model: '{name}'")
+            raise ValueError(f"the new weights have a tensor that this model lacks: '{name}'")
         if name not in places:
             continue
         shape, dim = tuple(places[name].shape), served_dim(name)
@@ -131,7 +131,7 @@ def overwrite(model: Decoder, weights: StagedWeights) -> None:
 
 
 def _copy(place: Tensor, source: Tensor) -> None:
-    """FP8 is copied as bytes."""
+    """Copies a tensor in place, FP8 as bytes."""
     if place.dtype == FP8:
         place, source = place.view(torch.uint8), source.view(torch.uint8)
     place.copy_(source)

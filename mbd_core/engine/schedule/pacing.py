@@ -31,7 +31,7 @@ KEPT_MEASURES = 7
 UNLIKE = 2.0
 """Chunks whose operations differ by this factor separate the cost of an operation from the fixed cost."""
 LEAST_SHARE = 0.1
-"""The smallest share of a step's seconds that counts as its chunks' cost, and of this cost as operations."""
+"""At least this share of a step's seconds counts as its chunks' cost, and at least this share of it as operations."""
 
 
 class Positions(Protocol):
@@ -154,8 +154,8 @@ class Pacer:
 
     def _fit(self) -> None:
         """Fits the seconds of an operation and the fixed cost: the median slope between chunks of unlike length
-        (Theil-Sen). Without enough pairs of unlike chunks the fixed cost stays; a longer chunk that took less time
-        forms no pair, because a disturbance held up the shorter chunk, and a single outlier never decides."""
+        (Theil-Sen). A longer chunk that took less time forms no pair, because a disturbance held up the shorter chunk.
+        With few pairs, or with one chunk in all pairs, which may be an outlier, the fixed cost stays."""
         measures = sorted(self._chunk_measures)
         pairs = [
             ((f1, t1), (f2, t2)) for (f1, t1), (f2, t2) in combinations(measures, 2) if f2 >= UNLIKE * f1 and t2 > t1

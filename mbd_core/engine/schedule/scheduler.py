@@ -40,7 +40,7 @@ class PrefillChunk:
     """Whole blocks of a sequence's prefix, `tokens[start:stop]`, to be stored by the next forward; any number of
     tokens if causal rows store it.
 
-    Where the prompt attends in full (D2F) its chunk is all of it, and blocks behind it are chunks of their own.
+    Where the prompt attends in full (D2F) its chunk is all of it, and blocks after it are chunks of their own.
     """
 
     sequence: SequenceState

@@ -127,7 +127,7 @@ class Admission:
 
     def default_max_tokens(self, request: Request) -> int:
         """The `max_tokens` for a client that gave none: `request.max_tokens`, or the nearest number that its method
-        can decode and that fits behind its prompt. If nothing fits, the number is 1, which `check` refuses."""
+        can decode and that fits after its prompt. If nothing fits, the number is 1, which `check` refuses."""
 
         def pages(max_tokens: int) -> int:
             candidate = replace(request, max_tokens=max_tokens)
@@ -153,7 +153,7 @@ class Admission:
         candidate = replace(request, max_tokens=number)
         pages = pages_needed(candidate, block_size=self._block_size, page_size=self._page_size)
         if number <= self.room(len(request.prompt)) and pages <= self._num_pages:
-            return f"max_tokens={number} fits behind this prompt"
+            return f"max_tokens={number} fits after this prompt"
         return f"shorten the prompt: {self.max_length} tokens fit in all"
 
     def check(self, request: Request) -> AdmittedRequest:
@@ -428,7 +428,7 @@ class Admission:
         methods = model.ar_methods
         if "ar" not in methods:
             raise ValueError(
-                f"causal needs a model that predicts the next token behind causal rows; {self._model.architecture} "
+                f"causal needs a model that predicts the next token by causal rows; {self._model.architecture} "
                 "does not, unless a training with states.ar_weight wrote ar_mode into its generation_config.json, or "
                 "the adapter of such a training is asked for"
             )

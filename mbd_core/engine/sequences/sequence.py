@@ -61,7 +61,7 @@ class SequenceState:
     tokens             the prompt and the committed tokens after it, tokens committed by an earlier engine included
     origin             the position at which its block grid begins
     end                one past the last position it may fill
-    span               positions it may ever store: up to `end`, rounded up to a complete block
+    span               positions it may ever store (`span`): up to `end` and the rest of its last block or row
     window             positions of its whole buffer, or of the longest row that its decoder plans
     num_lanes          copies of its positions in the cache: the lanes of a canvas, otherwise 1
     is_canvas          it decodes on a canvas, not in blocks
@@ -289,7 +289,7 @@ def lanes(request: Request) -> int:
 
 
 def span(request: Request, block_size: int) -> int:
-    """Positions a request may ever store: to the end of its budget, rounded up to a complete block."""
+    """Positions a request may ever store: to its budget's end and the rest of its last block, or its overhang."""
     planned = request.decoding.planned
     if planned is not None or request.decoding.canvas is not None:
         return len(request.prompt) + request.max_tokens + (0 if planned is None else planned.overhang)
@@ -299,5 +299,5 @@ def span(request: Request, block_size: int) -> int:
 
 
 def pages_needed(request: Request, *, block_size: int, page_size: int) -> int:
-    """Pages that hold a request to its end, rounded up to a complete block."""
+    """Pages that hold the `span` positions of a request, in each of its lanes."""
     return lanes(request) * -(-span(request, block_size) // page_size)

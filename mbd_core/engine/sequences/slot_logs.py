@@ -14,7 +14,7 @@ from mbd_core.decoding.answers.piece import Edit, TopTokens
 from mbd_core.decoding.answers.slots import Frame, FrameSlot, SlotState
 from mbd_core.decoding.blocks.request import Request
 
-OPEN = -1  # of a position that no forward has filled
+OPEN = -1  # the forward, or the token, of a position that no forward has filled
 
 
 class StepMap:
@@ -48,7 +48,7 @@ class StepMap:
         self._forward_NB[slot, offset] = forward
 
     def carry(self, forward: int) -> None:
-        """Marks the position behind the stored blocks, if it was open: their store filled it."""
+        """Marks the position after the stored blocks, if it was open: their store filled it."""
         if self._forward_NB[0, 0] == OPEN:
             self._forward_NB[0, 0] = forward
 

@@ -22,8 +22,8 @@ class BatchRows:
 
     lengths_K    tokens of each row; a single number if all rows are equally long
     kv_lens_K    keys each row attends to, its own included
-    causal_K     whether each of its tokens sees one key less than the token behind it; `None`: no row is causal
-    gap_K        how many places behind its positions each row's keys lie (`RowLayout.gap_R`); `None`: all lie at their
+    causal_K     whether each of its tokens sees one key less than the token after it; `None`: no row is causal
+    gap_K        how many places past its positions each row's keys lie (`RowLayout.gap_R`); `None`: all lie at their
                  positions
     pages_KP     the pages of its sequence, padded with the null page
     stored_K     whether its keys are stored in its pages; otherwise they go to the null page
@@ -95,7 +95,7 @@ def to_device(values: Sequence[object], device: torch.device) -> Tensor:
 
 
 def pack(groups: Sequence[BatchRows], *, page_size: int, batch_invariant: bool = False) -> Batch:
-    """Put groups of rows behind one another; at least one row in all.
+    """Puts groups of rows one after another. There must be at least one row.
 
     A batch-invariant batch computes each row apart, and each token of a causal row apart: the numbers then do not
     depend on where rows end.
@@ -171,15 +171,15 @@ def _token_by_token(rows: BatchRows) -> BatchRows:
     if rows.causal_K is None:
         return rows
     device = rows.tokens_T.device
-    lengths, parts, behind = _lengths([rows]), [], []
+    lengths, parts, num_later = _lengths([rows]), [], []
     for length, causal in zip(lengths, rows.causal_K.tolist(), strict=True):
         parts.append([1] * length if causal else [length])
-        behind += [length - 1 - i if causal else 0 for i in range(len(parts[-1]))]
+        num_later += [length - 1 - i if causal else 0 for i in range(len(parts[-1]))]
     row_K = torch.arange(len(parts), device=device).repeat_interleave(to_device([len(p) for p in parts], device))
     return replace(
         rows,
         lengths_K=[n for part in parts for n in part],
-        kv_lens_K=rows.kv_lens_K[row_K] - to_device(behind, device),
+        kv_lens_K=rows.kv_lens_K[row_K] - to_device(num_later, device),
         pages_KP=rows.pages_KP[row_K],
         stored_K=rows.stored_K[row_K],
         causal_K=None,

@@ -201,9 +201,9 @@ class CapturedStep:
 def graphs_obstacle(
     config: EngineConfig, attention: AttentionKernel, device: torch.device, *, static_shapes: bool
 ) -> str | None:
-    """Why static steps are not captured as graphs; `None` if they are, which is wherever possible.
+    """Why static steps are not captured as graphs; `None` if they are, as wherever that is possible.
 
-    With `config.graphs` `False` they never are. Raises `ValueError` if it is `True` and graphs are not possible.
+    With `graphs=False` they never are. Raises `ValueError` if `graphs` is `True` and graphs are not possible.
     """
     obstacle = _obstacle(config, attention, device, static_shapes=static_shapes)
     if config.graphs and obstacle is not None:

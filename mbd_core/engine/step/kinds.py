@@ -17,7 +17,7 @@ from mbd_core.decoding.blocks.work import ALL_WORK, StepWork, work_of
 class StepKind:
     """The sizes and work of a step: it depends on nothing else beside the values in its buffers.
 
-    num_slots  leading slots of each row that go through the model; the slots behind them are empty
+    num_slots  leading slots of each row that go through the model; the slots after them are empty
     num_asked  positions with logits; `None`: all positions of these slots
     """
 
@@ -66,9 +66,9 @@ class StepKinds:
     def to_capture(self, decoding: DecodingConfig) -> list[StepKind]:
         """The kinds worth a graph.
 
-        Greedy requests with `decoding` have a kind in every size, without and with adapters. The largest size has two
-        more kinds: all work except changes and reports of logits, and all work, which serves every other request. With
-        a block budget each kind exists also with the slots that the budget leaves a request.
+        For greedy requests with `decoding` there is a kind for each number of logits, without and with adapters. Two
+        more kinds have all logits: one with all work except changes and reports of logits, and one with all work,
+        which serves every other request. With a block budget each also exists with the slots that the budget leaves.
         """
         works = [work_of(decoding, Sampling())]
         if self.adapters:

@@ -70,7 +70,7 @@ def pack_report(view: StepView, commit: Commit, buffer: BlockBuffer) -> Tensor:
 
 
 def with_tops(report_X: Tensor, tops_A2K: Tensor | None, at_A: Tensor | None, buffer: BlockBuffer) -> Tensor:
-    """A packed report; behind it stand the likeliest tokens of each place of the buffer, if the step reports them."""
+    """A packed report, followed by the likeliest tokens of each place of the buffer if the step reports them."""
     if tops_A2K is None:
         return report_X
     tops = placed_tops(tops_A2K, at_A, num_places=buffer.masked_RNB.numel())

@@ -45,7 +45,7 @@ class DraftRows:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRows:
-    """The rows of one forward, group behind group: prompt chunks, slots, planned rows.
+    """The rows of one forward, group after group: prompt chunks, slots, planned rows.
 
     num_asked      positions of slots that get logits: the first of the forward's hidden states
     at_A           their places in the flattened buffer; `None`: all places in order. A place past the last place is
@@ -53,7 +53,7 @@ class StepRows:
     slot_end_RN    the packed token at which each slot ends
     prompt_ends    (batch row, packed token) at which a sequence's prefix ends in this forward
     planned_asked  sizes of the groups of planned positions whose logits are computed together; these positions stand
-                   behind the slots' positions. `None` without planned rows
+                   after the slots' positions. `None` without planned rows
     read_planned   `PlannedRuns.read` if the decoders of planned rows read the logits themselves
     drafts         the rows that go through the draft model, if there are any
     """
@@ -171,7 +171,7 @@ def resident_slots(
     prompt_ends: list[tuple[int, int]],
     adapters_R: Tensor | None = None,
 ) -> StepRows:
-    """Resident slots (Alg. 4) behind `num_before` packed tokens. Positions that can change get logits, or with `whole`
+    """Resident slots (Alg. 4) after `num_before` packed tokens. Positions that can change get logits, or with `whole`
     all positions."""
     size, resident_RN = buffer.block_size, buffer.resident_RN
     slot_K = resident_RN.flatten().nonzero()[:, 0]  # its place in the buffer
@@ -226,7 +226,7 @@ def static_rows(
 ) -> StepRows:
     """The first `num_slots` slots of every batch row, resident or not (Alg. 5): shapes that depend on no value.
 
-    The slots behind them must be empty. A slot that is not resident attends to one key and stores into the null page;
+    The slots after them must be empty. A slot that is not resident attends to one key and stores into the null page;
     its result is not read. The positions that can change get logits, which must be at most `num_asked`; with `None`
     all positions do.
     """

@@ -71,7 +71,7 @@ def _after_forward(
 
 
 _MOST_COMPILED = 64
-"""The forms of a half that may be compiled: one for each set of work, and for one, two or more batch rows."""
+"""The most forms of a half that are compiled: one for each set of work, and for one, two or more batch rows."""
 
 
 @cache

@@ -129,7 +129,7 @@ class Steering:
         return certain
 
     def watch(self, logits_of: LogitsOf, at_A: Tensor, buffer: BlockBuffer) -> LogitsOf:
-        """`logits_of`, which also keeps the logits at the first block's worth of each guided row's open positions."""
+        """`logits_of`, which also keeps the logits at each row's first changeable positions, a block's at most."""
         row_at: dict[int, tuple[_Row | _EditedRow, int]] = {}
         size = buffer.num_slots * buffer.block_size
         index_of = {place: index for index, place in enumerate(at_A.tolist())}

@@ -1,4 +1,4 @@
-"""The vocabulary beside its logits: read once on a GPU, and in parts if ranks share it.
+"""The likeliest tokens from logits that a GPU reads once, and that ranks may share in parts.
 
 A greedy step needs the likeliest token of each position and its probability. Three numbers a position summarise a
 rank's part of the vocabulary for the other ranks, so they cross instead of the logits.
@@ -55,7 +55,7 @@ class PartVocab(Vocab):
         return token_P.long(), (best_P - lse_GP.logsumexp(0)).exp()
 
     def _likeliest_of_part(self, logits_PV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`part_confidence`."""
+        """The likeliest place (P,) of this part, its logit, and the log-sum-exp of the part (`part_confidence`)."""
         mask, size = self.mask_token_id - self.part.start, self.size - self.part.start
         if self.fused:
             return part_confidence(logits_PV, mask_token_id=mask, size=size)
