@@ -122,7 +122,7 @@ def shifted_methods(block_size: int) -> list[MethodCase]:
 
 def causal_methods(block_size: int) -> list[MethodCase]:
     """The methods for models that store their keys by causal rows."""
-    labels = {"ar": "token by token", "linear-spec": "self-speculation", "dlm": "diffusion behind a causal prefix"}
+    labels = {"ar": "token by token", "linear-spec": "self-speculation", "dlm": "diffusion after a causal prefix"}
     return [_method_case(name, label, {}, block_size=block_size) for name, label in labels.items()]
 
 

@@ -233,13 +233,13 @@ RIGHT_PLACES: Mapping[str, str] = {
     "after a thought": "<think>The answer is {other}.</think>\n\nThe answer is ${gold}$.",
     "corrected": "Answer: {other}\n\nWait, that leaves out the second part.\n\n**Answer:** ${gold}$",
     "a box, corrected": "\\boxed{{{other}}} is not right, as 2 + 2 = 4.\n\n\\boxed{{{gold}}}",
-    "with a sentence behind": "It is $\\boxed{{{gold}}}$. She does this 7 days a week, {other} times.",
+    "with a sentence after": "It is $\\boxed{{{gold}}}$. She does this 7 days a week, {other} times.",
 }
 WRONG_PLACES: Mapping[str, str] = {
     "right, then corrected": "Answer: {gold}\n\nWait, that leaves out a part.\n\nAnswer: {other}",
     "right box, then another": "\\boxed{{{gold}}} would be too simple. \\boxed{{{other}}}",
     "right number on the way": "The first part is ${gold}$.\n\n#### {other}",
-    "right number behind": "**Answer: {other}**\n\nThis is not ${gold}$.",
+    "right number after": "**Answer: {other}**\n\nThis is not ${gold}$.",
     "right in a thought": "<think>The answer is {gold}.</think>\n\nThe answer is ${other}$.",
     "struck out": "Answer: ~~{gold}~~ {other}",
 }

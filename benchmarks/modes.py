@@ -94,7 +94,7 @@ def trained_here(*, num_updates: int, device: torch.device) -> Decoder:
     """A small model, trained for a moment to draft its own next tokens.
 
     A text repeats its last 8 tokens, each changed by one permutation. The model learns the next token of a causal row,
-    and the masks of a block behind it.
+    and the masks of a block after it.
     """
     config = replace(SHAPES["tiny-nemotron"], **TRAINED_SIZES)
     model, size, length = random_model(config, device=device, dtype=torch.float32), config.block_size, 56

@@ -133,7 +133,7 @@ def run_planned(
     drafts: Decoder | None = None,
     watch: Watch | None = None,
 ) -> PlainRun:
-    """Decode one request to its end, behind the tokens that the rows of `prefix` store. `watch` is called after each
+    """Decode one request to its end, after the tokens that the rows of `prefix` store. `watch` is called after each
     forward, before its logits are used. `drafts` is the model of rows that draft, if that is another model."""
     device = model.lm_head.weight.device
     cache = ContiguousCache(model, num_lanes=decoder.num_lanes, length=decoder.length)
@@ -223,7 +223,7 @@ def multi_bd(
         ids = [model.config.mask_token_id if t is None else t for block in blocks for t in block]
         soft = [w for block in weights for w in block] if config.soft else None
         shifted_logits = forward(ids, origin + len(cached), soft)
-        if config.carry:  # a complete block predicts the token behind it
+        if config.carry:  # a complete block predicts the token after it
             ends = [i * size for i, block in enumerate(blocks) if None not in block]
             shifted_logits[ends] = hidden[[end + size - 1 for end in ends]]
         logits, fallback_P = model.logits(shifted_logits), None
@@ -318,7 +318,7 @@ def run_renoise(
 
 
 class CanvasAttention:
-    """`Attend` of known tokens in order and of a canvas behind them, by a mask; layers may have a window."""
+    """`Attend` of known tokens in order and of a canvas after them, by a mask; layers may have a window."""
 
     def __init__(self, model: Decoder, start: int, stop: int) -> None:
         i = torch.arange(stop, device=model.lm_head.weight.device)

@@ -257,7 +257,7 @@ def plain_seconds(model: Decoder, length: int, clock: Callable[[], float]) -> fl
 
 
 def decoding_row(model: Decoder, length: int) -> dict[str, Any]:
-    """A step of two slots behind `length` random keys, which no forward stored."""
+    """A step of two slots after `length` random keys, which no forward stored."""
     config, weight = model.config, model.lm_head.weight
     clock = seconds_clock(weight.device)
     machine = measure_machine(weight.device, weight.dtype, clock)
@@ -286,7 +286,7 @@ def decoding_row(model: Decoder, length: int) -> dict[str, Any]:
 
 
 def host_rows(lengths: Sequence[int], *, steps: int) -> list[dict[str, Any]]:
-    """The host's part of a step of two slots behind `length` stored tokens, by a model of nearly nothing: planning,
+    """The host's part of a step of two slots after `length` stored tokens, by a model of nearly nothing: planning,
     rows, the attention's layout, collecting. The steps of all lengths take turns; the fastest quarter counts."""
     shape = replace(SHAPES["sdar-null"], max_positions=2 * max(lengths))
     model = Decoder(shape).eval()

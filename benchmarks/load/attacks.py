@@ -98,7 +98,7 @@ ATTACKS: Mapping[str, Attack] = {
 def attack_body(
     attack: str, model: str, name: str, characters: int, *, user: str = CROWD
 ) -> tuple[str, dict[str, Any]]:
-    """The route behind /v1 and the body of an attack's request that `user` sends."""
+    """The route under /v1 and the body of an attack's request that `user` sends."""
     prompt, fields = ATTACKS[attack](name, characters)
     body = {"model": model, "stream": True, "user": user, **fields}
     if attack == "tools":

@@ -58,7 +58,7 @@ class ScoredTexts:
     def ids(self, tokenizer: PreTrainedTokenizerBase, *, prefix_id: int) -> list[tuple[list[int], list[int]]]:
         """The ids of every context and its continuation, as lm-evaluation-harness divides them.
 
-        Spaces at the context's end belong to the continuation. Both are encoded together, and the ids behind the
+        Spaces at the context's end belong to the continuation. Both are encoded together, and the ids after the
         context's ids are the continuation's. An empty context becomes `prefix_id`. Raises `ValueError` for a chat's
         text with a private character of the masking.
         """

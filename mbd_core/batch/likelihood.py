@@ -129,7 +129,7 @@ def _full_logits(model: Decoder, tokens_L: Tensor, masked_DL: Tensor, _first: in
     positions_DL = torch.arange(len(tokens_L), device=tokens_L.device).expand_as(input_DL)
     see = torch.ones(1, 1, len(tokens_L), len(tokens_L), dtype=torch.bool, device=tokens_L.device)
     logits_DLV = model.logits(model(input_DL, positions_DL, DenseAttention(see)))
-    # a shift gives the first position wrong logits, which nothing reads: behind a prefix it is never masked
+    # a shift gives the first position wrong logits, which nothing reads: after a prefix it is never masked
     return logits_DLV.roll(1, dims=1) if model.config.shift_logits else logits_DLV
 
 

@@ -134,7 +134,7 @@ class DecodedRow(PlannedRow, AnswerColumns, CountColumns, EndColumns, ReplayColu
 
 
 class TimedRow(TypedDict):
-    """A request of a timed case; `run` is `alone` or `together`. In a row with an `error` the columns behind
+    """A request of a timed case; `run` is `alone` or `together`. In a row with an `error` the columns after
     `problem_id` are null.
 
     begun, ended    when the engine got the request, and when it gave the answer, in seconds of one clock

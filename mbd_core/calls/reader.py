@@ -41,8 +41,8 @@ class CallReader:
         self._form, self._functions = form, functions
         self._buffer = ""
         self._place = "beginning" if text_has_form or not form.mark else "content"
-        middle, behind = form.middle.partition(ID)[0], [""] if ID in form.middle else _beginnings(form) or [""]
-        self._calls_begin = [f"{form.opening}{name}{middle}{end}" for name in functions for end in behind]
+        middle, ends = form.middle.partition(ID)[0], [""] if ID in form.middle else _beginnings(form) or [""]
+        self._calls_begin = [f"{form.opening}{name}{middle}{end}" for name in functions for end in ends]
         if not text_has_form:
             self._calls_begin = [form.opening]
         follows = "|".join(re.escape(text) for text in _beginnings(form))

@@ -168,7 +168,7 @@ class Collector:
         return now - start
 
     def _commit(self, sequence: SequenceState, new_tokens: list[int], confidence: np.ndarray) -> StepOutput:
-        """Hands out the useful part of `new_tokens`: behind the prompt, within the budget, before EOS."""
+        """Hands out the useful part of `new_tokens`: after the prompt, within the budget, before EOS."""
         request, start = sequence.request, sequence.committed
         num_known = len(request.prompt) + len(request.committed)
         useful = slice(max(0, num_known - start), max(0, sequence.end - start))

@@ -81,7 +81,7 @@ class TeacherSettings:
     """Learn from an autoregressive model's next-token distributions at masked positions: base (the base without the
     adapter), or a model folder."""
     reads: Annotated[TeacherReading, Flag(name="--teacher-reads")] = "text"
-    """text: the clean text, causally. blocks: the blocks of rollouts, one behind the other, as with one slot."""
+    """text: the clean text, causally. blocks: the blocks of rollouts, one after the other, as with one slot."""
     weight: Annotated[float, Gt(0), Le(1), Flag(name="--teacher-weight")] = 1.0
     """The weight of the teacher's divergence; labels have the rest."""
     temperature: Annotated[float, Gt(0), Flag(name="--teacher-temperature")] = 1.0

@@ -234,7 +234,7 @@ def _rows(measures: Sequence[RunMeasures]) -> list[tuple[str, list[str]]]:
         ("edited tokens", cells(lambda m: f"{m.num_edited}")),
         ("drafted tokens that were judged", cells(lambda m: f"{m.num_judged}" if m.num_judged else "-")),
         ("of them confirmed", cells(_confirmed)),
-        ("of them refused, or behind one", cells(_refused)),
+        ("of them refused, or after one", cells(_refused)),
         ("confirmed tokens a judged block", cells(_acceptance_length)),
         ("accepted tokens per forward", cells(lambda m: f"{m.tpf:.3f}")),
         ("token efficiency η", cells(lambda m: _share(m.token_efficiency))),

@@ -100,7 +100,7 @@ class Verify:
         return bool(getattr(self, name) != getattr(Verify, name))
 
     def rows(self, block_size: int, buffer_size: int) -> PlannedRows:
-        """How its requests lie in the cache. Behind the blocks lie copies of the masks that a judgement looks at. With
+        """How its requests lie in the cache. After the blocks lie copies of the masks that a judgement looks at. With
         a draft model, up to `buffer_size` + 1 decided blocks before them may be stored by one of the models alone."""
         return PlannedRows(
             longest=(3 * buffer_size + 1 if self.draft_model else 2 * buffer_size) * block_size,

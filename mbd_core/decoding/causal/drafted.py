@@ -72,7 +72,7 @@ class DraftedDecoder(VerifyingDecoder):
         return update
 
     def forget_keys(self) -> None:
-        """The keys behind `num_stored` are lost, in both models. A draft that was not judged yet is drafted anew."""
+        """The keys past `num_stored` are lost, in both models. A draft that was not judged yet is drafted anew."""
         self._stored_by_draft = self._stored_by_judge = self.num_stored
         for block in self._blocks:
             block.span = None

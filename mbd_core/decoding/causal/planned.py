@@ -1,4 +1,4 @@
-"""The decoder of a request whose rows are planned on the host: on a canvas, or behind a causally stored prefix."""
+"""The decoder of a request whose rows are planned on the host: on a canvas, or after a stored prefix."""
 
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.decoding.blocks.sampling import Vocab
@@ -22,7 +22,7 @@ def planned_decoder(
     guide: GuideState | None = None,
     pair: DraftPair | None = None,
 ) -> PlannedDecoder:
-    """The decoder of one request, whose decoding names a canvas or a method behind a prefix.
+    """The decoder of one request, whose decoding names a canvas or a method after a prefix.
 
     `eos_token_ids` are the model's. `shift`: its logits predict the next position. `guide` is the request's, if it has
     a grammar; `pair` is of an engine with a draft model. Raises the `ValueError` of `check_canvas`.

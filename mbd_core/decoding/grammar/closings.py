@@ -56,7 +56,7 @@ class Vocabulary(Protocol):
 class Closings:
     """Searches for short ends of answers, in two ways.
 
-    The quick way takes tokens that close something; it suffices for JSON. The thorough way takes tokens behind
+    The quick way takes tokens that close something; it suffices for JSON. The thorough way takes tokens after
     which few tokens are allowed, or another set of tokens than before. At each position, both ways try whether one
     more token, or a literal of the grammar, ends the answer.
     """

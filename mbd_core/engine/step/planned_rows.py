@@ -1,4 +1,4 @@
-"""The requests whose decoders plan their rows on the host: on a canvas, or behind a stored prefix.
+"""The requests whose decoders plan their rows on the host: on a canvas, or after a stored prefix.
 
 The file holds their decoders, their pages, and their rows of a forward.
 
@@ -93,7 +93,7 @@ class PlannedRuns:
 
     def join(self, sequence: SequenceState) -> None:
         """Begins a sequence in its row. After a preemption a canvas begins anew, because its keys are gone. A decoder
-        behind a prefix goes on, because the prefix is stored again."""
+        after a prefix goes on, because the prefix is stored again."""
         decoder = sequence.decoder or planned_decoder(
             sequence.request,
             eos_token_ids=self._config.eos_token_ids,
@@ -136,7 +136,7 @@ class PlannedRuns:
         )
 
     def rows(self, *, num_before: int, adapts: bool = False) -> BatchRows | None:
-        """The rows of every request in the next forward, behind `num_before` packed tokens of other requests; `None`
+        """The rows of every request in the next forward, after `num_before` packed tokens of other requests; `None`
         without requests. Copies between lanes are made at once. `adapts`: some row has a LoRA adapter."""
         for run in self._runs.values():
             run.plan = run.decoder.plan()

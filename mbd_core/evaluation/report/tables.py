@@ -122,7 +122,7 @@ def configuration_table(rows: Sequence[ReportRow], labels: Mapping[str, str]) ->
 
 DRAFT_DEFINITIONS = (
     "Judged: drafted tokens that a verification compared with the model at block size 1. Confirmed: judged "
-    "tokens that it accepted. Refused or behind: drafted tokens that the verification replaced by its own, or did not "
+    "tokens that it accepted. Refused or after: drafted tokens that the verification replaced by its own, or did not "
     "reach. Useful tokens that were not confirmed are the verification's own tokens, or drafted tokens that were "
     "accepted by confidence."
 )
@@ -135,7 +135,7 @@ def draft_table(rows: Sequence[ReportRow], labels: Mapping[str, str]) -> Table |
         return None
     return Table(
         title="Drafts and their verification",
-        columns=(*SUBJECT, "Judged", "Confirmed", "Refused or behind", "Confirmed share", "Confirmed a forward"),
+        columns=(*SUBJECT, "Judged", "Confirmed", "Refused or after", "Confirmed share", "Confirmed a forward"),
         numeric=range(4, 9),
         rows=[
             (
@@ -155,7 +155,7 @@ def _draft_cells(drafted: int, confirmed: int, forwards: int) -> tuple[Cell, ...
 
 RULE_DEFINITIONS = (
     "Percent right with the 95 % Wilson interval; a dash if the task has no such rule, or the rule judged nothing. "
-    "Strict: the answer stands where the task wants it, behind its mark or in \\boxed. Flexible: the answer is found "
+    "Strict: the answer stands where the task wants it, after its mark or in \\boxed. Flexible: the answer is found "
     "anywhere (in the project's own tasks the last number, else by math-verify). Base: the program passes the "
     "benchmark's own inputs. Plus: these and EvalPlus's further inputs. Acc of the other tables is flexible for GSM8K "
     "and MATH, strict for the project's own tasks, and plus for EvalPlus's. A sample that was not judged is wrong."

@@ -119,7 +119,7 @@ NEMOTRON = replace(
     ),
     generation={},
     source=(
-        "Nemotron-Labs-Diffusion and TiDAR (arXiv 2511.08923): blocks without order behind a causal clean stream, "
+        "Nemotron-Labs-Diffusion and TiDAR (arXiv 2511.08923): blocks without order after a causal clean stream, "
         "whose next tokens are learned beside them; the released ar_loss_weight is 1"
     ),
 )

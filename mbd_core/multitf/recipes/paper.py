@@ -255,7 +255,7 @@ D2F_BLOCK_CAUSAL = replace(
     states=StateConfig(block_size=16, layouts="one_group", span="response", schedule="linear"),
     train=replace(D2F_TRAINING, distillation=None),
     generation={**D2F_TABLE_8["LLaDA/gsm8k"], "prompt_attention": "block_causal", "trained_with": "d2f_block_causal"},
-    source="MBD-LMs App. C.5: one noise-group over all suffix blocks behind a block-causal clean prefix",
+    source="MBD-LMs App. C.5: one noise-group over all suffix blocks after a block-causal clean prefix",
 )
 
 PAPER_RECIPES = (

@@ -25,7 +25,7 @@ class ReplayedAnswer:
     """An answer to learn from: the engine's request, its answer, and the answer's worth.
 
     answer     its tokens, steps and log-probabilities
-    tail       the same of the EOS and the tokens behind it in its block; empty if `max_tokens` ended it
+    tail       the same of the EOS and the tokens after it in its block; empty if `max_tokens` ended it
     experts    the experts of its forwards, if recorded
     advantage  the weight by which the log-probabilities of all its tokens are raised
     correct    whether it is a correct answer, to be imitated too (`PolicyObjective.nll`)

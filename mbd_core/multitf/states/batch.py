@@ -41,7 +41,7 @@ class MultiTFBatch:
         "rollout": False,
         "ratio": 0.0,
     }
-    """The values that fill a column behind its sequence, if they are not 0. A column of floats is in float64."""
+    """The values that fill a column after its sequence, if they are not 0. A column of floats is in float64."""
 
     input_ids: Tensor
     positions: Tensor

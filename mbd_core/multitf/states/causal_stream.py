@@ -25,9 +25,9 @@ from mbd_core.multitf.states.layout import SAMPLE_MEANS, StateConfig
 
 
 def add_causal_stream(row: SequenceColumns, example: Example, config: StateConfig) -> None:
-    """Adds the causal stream of a conversation behind the streams of `row`, which may be empty.
+    """Adds the causal stream of a conversation after the streams of `row`, which may be empty.
 
-    In each trained answer and the first EOS behind it, a token is the label of the place before it, and that place is
+    In each trained answer and the first EOS after it, a token is the label of the place before it, and that place is
     the label's `source`. If weights are means, the weights of an answer's labels add up to `ar_weight` divided by the
     number of answers; otherwise each label has `ar_weight`.
     """
@@ -83,6 +83,6 @@ def _labels_and_weights(example: Example, config: StateConfig) -> tuple[list[int
 
 
 def next_tokens(answer: Example) -> dict[int, int]:
-    """The tokens of an answer and the first EOS behind it, each by the place before it. Nothing predicts place 0."""
+    """The tokens of an answer and the first EOS after it, each by the place before it. Nothing predicts place 0."""
     labels = answer_labels(answer.tokens, answer.prompt_length, kept_fill=1)
     return {place - 1: label for place, label in enumerate(labels) if label != IGNORE and place}

@@ -22,7 +22,7 @@ class FittedNoise:
     """Measured states: the mask ratios of the active blocks in a forward, in their order, and the states' counts.
 
     A noise-group of n blocks takes one of the states with n active blocks. If none was measured, it takes the first n
-    blocks of a state with the next larger number, because a block does not see the blocks behind it. Blocks beyond the
+    blocks of a state with the next larger number, because a block does not see the blocks after it. Blocks beyond the
     largest number are fully masked, as at the beginning of decoding. `source` names the measurement.
     """
 

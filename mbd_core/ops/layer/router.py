@@ -43,7 +43,7 @@ def _route_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One token: the K best experts of the KEPT best groups, and their weights; behind them the SHARED ones."""
+    """One token: the K best experts of the KEPT best groups, and their weights; after them the SHARED experts."""
     token = tl.program_id(0).to(tl.int64)
     least = float("-inf")
     number = tl.arange(0, BLOCK_G)

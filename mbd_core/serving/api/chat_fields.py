@@ -459,7 +459,7 @@ def ordered_results(calls: Sequence[Sequence[str]], results: Sequence[str | None
     def close() -> None:
         missing = next((call for call, number in open_calls.items() if number is None), None)
         if missing is not None:
-            raise FieldError(f"messages.{caller}.tool_calls", f"the call {missing} has no result behind this turn")
+            raise FieldError(f"messages.{caller}.tool_calls", f"the call {missing} has no result after this turn")
         order.extend(number for number in open_calls.values() if number is not None)
         open_calls.clear()
 

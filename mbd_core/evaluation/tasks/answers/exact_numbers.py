@@ -158,7 +158,7 @@ def _small_number(text: str) -> int | None:
     return _ONES.get(text.lower())
 
 
-_BEHIND = re.compile(
+_AFTER_NUMBER = re.compile(
     rf"\s?(?:{PERCENT.pattern}(?![A-Za-z])|{_DEGREE.pattern}|(?:{'|'.join(_SCALES)})\b|_\{{?\w+\}}?"
     rf"|(?:{'|'.join(name for name in UNITS if len(name) > 3)})\b)",
     re.I,
@@ -166,13 +166,13 @@ _BEHIND = re.compile(
 
 
 def number_end(text: str) -> int:
-    """The end of the number at the text's start, with the percent sign, scale or known unit behind it; 0 if the text
+    """The end of the number at the text's start, with the percent sign, scale or known unit after it; 0 if the text
     begins with no number."""
     match = NUMBER.match(text) or _IN_WORDS.match(text)
     if match is None:
         return 0
-    behind = _BEHIND.match(text, match.end())
-    return behind.end() if behind else match.end()
+    suffix = _AFTER_NUMBER.match(text, match.end())
+    return suffix.end() if suffix else match.end()
 
 
 _ONES = {

@@ -28,7 +28,7 @@ FORMULA = re.compile(
 )
 _PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}\s+[A-Za-z]{2,}")
 COMMANDS = re.compile(r"\\(?:text(?:bf|it|rm)?|mathrm|mbox|operatorname)\s*\{[^{}]*\}|\\[A-Za-z]+")
-PERCENT_BEHIND = re.compile(r"\s?(?:\\?%|percent\b|pct\b)", re.I)
+PERCENT_AFTER = re.compile(r"\s?(?:\\?%|percent\b|pct\b)", re.I)
 
 
 def formulas(text: str) -> Iterator[StatedPart]:
@@ -44,7 +44,7 @@ def formulas(text: str) -> Iterator[StatedPart]:
         if r"\begin{" not in content:
             content = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?", content) if row.strip()][-1:]
             content = content[0].replace("&", "") if content else ""
-        if percent := PERCENT_BEHIND.match(text, position):
+        if percent := PERCENT_AFTER.match(text, position):
             content, position = content + r"\%", percent.end()
         yield StatedPart(start=match.start(), end=position, content=content.strip())
 

@@ -13,7 +13,7 @@ from mbd_core.evaluation.tasks.answers.exact_numbers import CURRENCY, number_end
 from mbd_core.evaluation.tasks.answers.formulas import (
     COMMANDS,
     FORMULA,
-    PERCENT_BEHIND,
+    PERCENT_AFTER,
     StatedPart,
     formulas,
     joined,
@@ -109,22 +109,22 @@ _CORRECTION = re.compile(
 )
 
 
-_BEHIND_BOX = re.compile(r"\s*(?:\$|\\\)|\\\])?" + PERCENT_BEHIND.pattern, re.I)
+_AFTER_BOX = re.compile(r"\s*(?:\$|\\\)|\\\])?" + PERCENT_AFTER.pattern, re.I)
 
 
 def _boxes(text: str) -> list[StatedPart]:
     boxes = []
     for start, begin, end in outermost_boxes(text):
         content, after = undressed(text[begin:end]), end + 1
-        behind = _BEHIND_BOX.match(text, after)
-        if behind and read_quantity(content) is not None:
+        percent = _AFTER_BOX.match(text, after)
+        if percent and read_quantity(content) is not None:
             content += r"\%"
         boxes.append(StatedPart(start=start, end=after, content=content, is_boxed=True))
     return joined(text, boxes)
 
 
 def _marked(text: str, kind: _Kind) -> Iterator[StatedPart]:
-    """The values behind `####`, behind "answer is" and the like, and before "is the answer"."""
+    """The values after `####`, after "answer is" and the like, and before "is the answer"."""
     for cue in _HASHES.finditer(text):
         if not _HEADING_NUMBER.match(text, cue.end()) and (found := _value_at(text, cue.end(), kind)):
             yield found
@@ -160,11 +160,11 @@ _SENTENCE_END = re.compile(
     re.I,
 )
 _LONG_WORD = re.compile(r"(?<![\\A-Za-z])(?!and\b|or\b|sqrt\b|pi\b|sin\b|cos\b|tan\b|log\b|ln\b)[A-Za-z]{2,}")
-MOST_WORDS = 4  # behind an answer in its sentence
+MOST_WORDS = 4  # after an answer in its sentence
 
 
 def _value_at(text: str, start: int, kind: _Kind) -> StatedPart | None:
-    """The answer with which a sentence begins, or behind its last `=`; else the sentence's first formula or number."""
+    """The answer with which a sentence begins, or after its last `=`; else the sentence's first formula or number."""
     start += len(text[start:]) - len(text[start:].lstrip())
     line = text[start : start + 2000]
     if not line or _REFUSED.match(line):

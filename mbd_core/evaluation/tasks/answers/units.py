@@ -1,4 +1,4 @@
-"""Units behind a number, by their names and abbreviations."""
+"""Units after a number, by their names and abbreviations."""
 
 import re
 
