@@ -63,18 +63,18 @@ def verified_multibd(
     assert rule is not None and rule.route == "span" and not (config.t2t or config.sub_block or config.carry)
     decoding = LiteralDecoding(prompt, max_tokens, config, _no_predictions, eos)
     run, running_set = decoding.run, [decoding.masked_block(0)]
-    begun = 0  # forwards that the number of a forward leaves out
+    num_uncounted = 0  # forwards that the number of a forward leaves out
     while run.finish_reason is None:
         if len(running_set) < config.buffer_size and decoding.wants_another(running_set):
             running_set.append(decoding.masked_block(len(running_set)))
-            begun = run.num_forwards if config.buffer_size == 1 else 0
-        drafts = draft(decoding.cached, [list(b.tokens) for b in running_set], run.num_forwards - begun)
+            num_uncounted = run.num_forwards if config.buffer_size == 1 else 0
+        drafts = draft(decoding.cached, [list(b.tokens) for b in running_set], run.num_forwards - num_uncounted)
         run.num_forwards += 1
-        before = [1.0, *(b.progress for b in running_set)]
+        progress_before = [1.0, *(b.progress for b in running_set)]
         first = next((b for b in running_set if b.state is SlotState.ACTIVE), None)
         pairs = [
             DraftedBlock(b, drafted, is_judged=_take_draft(b, drafted, p, config), is_first=b is first)
-            for b, drafted, p in zip(running_set, drafts, before, strict=False)
+            for b, drafted, p in zip(running_set, drafts, progress_before, strict=False)
         ]
         while running_set and running_set[0].state is SlotState.TO_CACHE:  # this forward stored it
             decoding.commit(running_set.pop(0))
@@ -82,7 +82,7 @@ def verified_multibd(
         drafted_blocks = pairs[len(pairs) - len(running_set) :]
         if run.finish_reason is not None or not any(pair.is_judged for pair in drafted_blocks):
             continue
-        num_whole = _judge(decoding, drafted_blocks, judge, run.num_forwards - begun)
+        num_whole = _judge(decoding, drafted_blocks, judge, run.num_forwards - num_uncounted)
         if rule.draft_model:
             num_whole = next((n for n, block in enumerate(running_set) if block.masks), len(running_set))
         for _ in range(num_whole if rule.exact else 0):
@@ -92,10 +92,10 @@ def verified_multibd(
 
 
 def _take_draft(
-    block: ResidentBlock, drafted: dict[int, tuple[int, float]], before: float, config: DecodingConfig
+    block: ResidentBlock, drafted: dict[int, tuple[int, float]], progress_before: float, config: DecodingConfig
 ) -> bool:
     """Returns whether the draft of a block is judged. An active block whose draft is not judged accepts tokens of it
-    by confidence (Alg. 4). `before` is the progress of the block before it."""
+    by confidence (Alg. 4). `progress_before` is the progress of the block before it."""
     rule = config.verify
     assert rule is not None
     if block.state is SlotState.TO_CACHE:
@@ -103,7 +103,7 @@ def _take_draft(
     masks = block.masks
     if first_run(masks) >= rule.min_span:
         return True
-    _accept_confident(block, drafted, config.tokens_per_step if before >= config.tau_semi else 0, config)
+    _accept_confident(block, drafted, config.tokens_per_step if progress_before >= config.tau_semi else 0, config)
     return False
 
 

@@ -29,18 +29,18 @@ from mbd_core.engine.step.rows import SlotLayout, StepRows, static_rows
 def static_step(state: StepState, kind: StepKind, *, num_pages: int, compiled: bool = False) -> Tensor:
     """Runs one static step without a graph. Returns its report (X,). No batch row has more than `num_pages` pages."""
     runner, work = state.runner, kind.work
-    before = _compiled(_before_forward) if compiled else _before_forward
-    after = _compiled(_after_forward) if compiled else _after_forward
+    prepare = _compiled(_before_forward) if compiled else _before_forward
+    finish = _compiled(_after_forward) if compiled else _after_forward
     buffer = state.buffer.head(kind.num_rows)
     tables_RP = state.tables_RP[: kind.num_rows, :num_pages]
     adapters_R = None if state.adapters_R is None or not work.adapts else state.adapters_R[: kind.num_rows]
     layout = SlotLayout(shift=runner.model.config.shift_logits, softens=work.softens)
-    view, rows, batch = before(
+    view, rows, batch = prepare(
         buffer, tables_RP, adapters_R, layout, kind, page_size=state.page_size, apart=state.batch_invariant
     )
     hidden_AD = runner.forward(batch)
     prediction = state.predict(rows, buffer, state.logits_of(hidden_AD, batch, work), work)
-    num_blocks_R, report_X = after(buffer, replace(prediction, tops_A2K=None), view, work)
+    num_blocks_R, report_X = finish(buffer, replace(prediction, tops_A2K=None), view, work)
     runner.remember_committed(rows.slot_end_RN, num_blocks_R)
     return with_tops(report_X, prediction.tops_A2K, rows.at_A, buffer)
 
