@@ -60,8 +60,8 @@ class Levenshtein:
     steps: Annotated[int, Ge(1), Le(MOST)] = 32
     """fluxserve: the number of forwards that fill a block's masks."""
     max_post_steps: Annotated[int, Ge(0), Le(MOST)] = 16
-    """The forwards of a block after its last original mask is filled; the last of them resolves the block. 0: the
-    forward that fills the last original mask resolves it."""
+    """The forwards of a block after its last original mask is filled; the last of them resolves the block, which means
+    that it fills all masks, without edits. 0: the forward that fills the last original mask resolves it."""
     max_steps: Annotated[int, Ge(1), Le(MOST)] = 1000
     """fluxserve: the most forwards of a block; the last of them resolves it."""
 
@@ -90,7 +90,7 @@ class DecodingConfig:
     adaptive: bool = True
     """A busy engine may give the request fewer blocks (its block budget). With false, the request's tokens do not
     depend on the load. With `causal`, a busy engine may decode single tokens instead of drafts; this changes no token
-    unless `thinking` ends."""
+    except where `thinking` puts in its end."""
     tau_add: Annotated[float, Ge(0), Le(1)] = 0.1
     """The next block is activated when the last active one has progress > tau_add."""
     tau_stable: Annotated[float | None, Ge(0), Le(1)] = None

@@ -69,8 +69,8 @@ class Guess:
 class EditedBlock:
     """One block under way; its first `prompt_length` positions are the prompt's, and stay. The base of both variants.
 
-    finalized  a forward has resolved it
-    done       the last forward saw the final tokens
+    is_resolved  a forward has resolved it
+    done         the last forward saw the final tokens
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class EditedBlock:
         self.cells = [EditedPosition(t, i >= prompt_length and t == ids.mask) for i, t in enumerate(tokens)]
         self.done = False
         self.num_steps = self.num_post_steps = 0
-        self.finalized = False
+        self.is_resolved = False
         self._seen_states: set[tuple[int, ...]] = set()
 
     @property
@@ -166,10 +166,10 @@ class _Fluxserve(EditedBlock):
     ) -> None:
         super().__init__(tokens, prompt_length, threshold=threshold, rule=rule, ids=ids)
         self._num_masks = len(self.masks)
-        self.finalized = self._num_masks == 0
+        self.is_resolved = self._num_masks == 0
 
     def advance(self, logits_LV: Tensor, forward: int) -> None:
-        if self.finalized:
+        if self.is_resolved:
             self.done = not self.masks
             return
         logits_LV = logits_LV.float().clone()
@@ -197,7 +197,7 @@ class _Fluxserve(EditedBlock):
         self._seen_states.add(tuple(new_tokens))
         self._write(tokens, probs_LV, forward)
         self.num_steps += 1
-        self.finalized = is_last
+        self.is_resolved = is_last
         self.done = not masks and self.tokens == old_tokens
 
 
@@ -216,7 +216,7 @@ class _Sglang(EditedBlock):
         self._history: list[set[int]] = [set() for _ in tokens]
 
     def advance(self, logits_LV: Tensor, forward: int) -> None:
-        if self.finalized:
+        if self.is_resolved:
             self.done = True
             return
         probs_LV = logits_LV.float().softmax(-1)
@@ -252,7 +252,7 @@ class _Sglang(EditedBlock):
         for i, token in tokens.items():
             self._history[i].add(token)
         self._write(tokens, probs_LV, forward)
-        self.finalized = is_last
+        self.is_resolved = is_last
         self.done = is_last and self.tokens == old_tokens
 
 

@@ -35,8 +35,8 @@ class Request:
     closing        under a grammar: tokens that lead from `committed` to the answer's end (`StepOutput.closing`)
     template       if not empty, the `max_tokens` positions after the prompt: a token is fixed, and `None` is a hole
                    to be filled. Fixed tokens are in the output, and do not count as generated
-    scored         fill in the template's tokens from the left, one a forward, and report a `TokenScore` for each;
-                   the template has no hole
+    scored         fill in the template from the left, one position a forward, and report a `TokenScore` for each
+                   token, the tokens of its holes too
     """
 
     request_id: str

@@ -233,9 +233,9 @@ class VerifyingDecoder(PrefixDecoder):
         masks = block.window(self._decoding.sub_block)
         if not masks:
             self._router.skip()
-            block.num_final += 1
+            block.num_complete_steps += 1
             t2t = self._decoding.t2t
-            block.is_settled = t2t is None or not edited or block.num_final >= t2t.max_edits
+            block.is_settled = t2t is None or not edited or block.num_complete_steps >= t2t.max_edits
             return edited
         at = [i for i, offset in enumerate(asked) if offset in masks]
         drafted = guesses.select(np.array(at))
@@ -265,7 +265,7 @@ class VerifyingDecoder(PrefixDecoder):
         """A block without masks is settled, unless its tokens may still be edited."""
         t2t = self._decoding.t2t
         if not block.open:
-            block.is_settled = t2t is None or block.num_final >= t2t.max_edits
+            block.is_settled = t2t is None or block.num_complete_steps >= t2t.max_edits
 
     # -- judgements --------------------------------------------------------------------------------------------------
 

@@ -64,7 +64,7 @@ class VerifiedBlock:
         self.draft = list(self.tokens)
         self.span: Span | None = None
         self.is_settled = self.is_final = not self.open
-        self.num_final = 0  # drafting forwards that found no mask in it
+        self.num_complete_steps = 0  # drafting forwards that found no mask in it
         self._seen_tokens, self._seen_open = list(self.tokens), list(self.open)
 
     @property
