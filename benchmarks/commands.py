@@ -355,6 +355,10 @@ def run_train(
     ] = ("2:0", "2:2", "4:2", "4:3"),
     length: Annotated[tuple[Annotated[int, Ge(1)], ...], Flag("Tokens of a sample.", DATA, commas=True)] = (128,),
     count: Annotated[bool, Flag("Count operations instead of measuring.", OUTPUT)] = False,
+    compiled: Annotated[
+        bool, Flag("Time updates with eager layers and with compiled ones (train.compile), in turn.", OUTPUT)
+    ] = False,
+    lora: Annotated[int | None, Ge(1), Flag("With --compiled: train an adapter of this rank.", DATA)] = None,
     data: Annotated[
         Path | None,
         Flag(
@@ -377,7 +381,7 @@ def run_train(
     It times forward and backward of one sample in float32, both ways in turn, on a CPU in processor seconds. A third
     run shows the gain of computing the last layer's MLP on labelled tokens only. --count counts the forward's
     operations instead, with dense attention and with FlexAttention's blocks, also for models that do not fit here.
-    --data counts the padding of batches, in the shapes' blocks.
+    --data counts the padding of batches, in the shapes' blocks. --compiled times whole updates.
     """
     import torch
 
@@ -393,8 +397,10 @@ def run_train(
         for tokens in length:
             training.check_length(tokens, TRAINING_SHAPES[name].block_size)
     cases = [{"length": tokens, "max_group": g, "num_random": n} for tokens in length for g, n in groups]
-    if not (count or data):
-        place, repeats = usable_device(measuring.device), measuring.repeats
+    if lora is not None and not compiled:
+        raise ValueError("--lora has no effect without --compiled; leave it out or add --compiled")
+    place, repeats = usable_device(measuring.device), measuring.repeats
+    if not (count or data or compiled):
         attention = TrainingAttention("auto", place)
         print(f"{device_name(place)}, {torch.get_num_threads()} threads, {attention.describe()}; {repeats} steps each")
     rows: list[dict[str, Any]] = []
@@ -406,6 +412,12 @@ def run_train(
         elif count:
             of_model = [training.count_row(config, **case) for case in cases]
             title, columns = "TFLOP of one sample's forward", training.COUNT_COLUMNS
+        elif compiled:
+            of_model = [
+                training.compiled_row(config, lora=lora, length=tokens, repeats=repeats, device=place)
+                for tokens in tqdm(length, unit="row", desc=name, mininterval=1.0)
+            ]
+            title, columns = f"updates of four samples on {device_name(place)}", training.COMPILED
         else:
             measure = partial(training.measure_row, training.random_model(config, place), attention, repeats=repeats)
             of_model = [measure(**case) for case in tqdm(cases, unit="row", desc=name, mininterval=1.0)]

@@ -9,7 +9,7 @@ On a CPU the seconds are processor seconds of all threads, so that other work on
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -25,6 +25,7 @@ from benchmarks.measuring import interleaved, medians, run_seconds
 from mbd_core.models.decoder import Decoder, init_weights
 from mbd_core.models.flops import matrix_flops, mlp_flops, pair_flops
 from mbd_core.models.model_config import ModelConfig
+from mbd_core.multitf.config import LoraSettings, TrainConfig
 from mbd_core.multitf.data.example import IGNORE, Example
 from mbd_core.multitf.data.prepared import PreparedExamples
 from mbd_core.multitf.states.batch import MultiTFBatch, collate
@@ -34,7 +35,7 @@ from mbd_core.multitf.states.packing import Together, alone, packed_together
 from mbd_core.multitf.states.sample import corrupt, lay_out
 from mbd_core.multitf.states.training_attention import TrainingAttention
 from mbd_core.multitf.step.loss import multitf_loss
-from mbd_core.multitf.step.trainer import batch_indices
+from mbd_core.multitf.step.trainer import Trainer, batch_indices
 
 # The operations of a training sample's forward, counted: with one shared clean stream, and with separate streams.
 #
@@ -315,3 +316,59 @@ def _peak_bytes(
     with tracker:
         step(batch)
     return tracker.get_tracker_snapshot("peak")[device]["Total"] - weights
+
+
+# Updates timed, with eager layers and with compiled ones (`train.compile`), by two trainers that take turns.
+COMPILED = {
+    "length": "length",
+    "precision": "precision",
+    "lora": "adapter's rank",
+    "eager_seconds": "eager, s|.2f",
+    "compiled_seconds": "compiled, s|.2f",
+    "gain": "eager / compiled|.2f",
+    "first_seconds": "first compiled update, s|.0f",
+}
+
+
+def compiled_row(
+    config: ModelConfig, *, lora: int | None, length: int, repeats: int, device: torch.device
+) -> dict[str, Any]:
+    """Median seconds of an update of four samples of one layout, in the precision that training would choose.
+
+    An autoregressive shape becomes a block-diffusion model first, with its last token as the mask.
+    """
+    if config.prefix_methods == ("ar",):
+        config = replace(config, attention="block_causal", block_size=8, mask_token_id=config.vocab_size - 1)
+    rng = random.Random(length)
+    examples = [
+        Example(tuple(rng.randrange(1, config.vocab_size // 2) for _ in range(length)), round(PROMPT * length))
+        for _ in range(4)
+    ]
+    states = StateConfig(block_size=config.block_size, max_group=1, num_layouts=1, span="response")
+    eager = TrainConfig(
+        steps=repeats + 1,
+        batch_size=4,
+        micro_batch=4,
+        lr=1e-4,
+        warmup=1,
+        optimizer="adamw",
+        lora=None if lora is None else LoraSettings(rank=lora, alpha=2 * lora, dropout=0.0),
+    )
+    trainers = {
+        name: Trainer(random_model(config, device), examples, states, replace(eager, compile=name == "compiled"))
+        for name in ("eager", "compiled")
+    }
+    on_gpu = device.type == "cuda"
+    timer = partial(run_seconds, wait=device if on_gpu else None)
+    timer = partial(timer, clock=time.perf_counter if on_gpu else time.process_time)
+    runs = {name: partial(timer, trainer.step) for name, trainer in trainers.items()}
+    first = {name: run() for name, run in runs.items()}
+    seconds = medians(interleaved(runs, repeats=repeats))
+    return {
+        "length": length,
+        "precision": trainers["eager"].precision,
+        "lora": lora,
+        **{f"{name}_seconds": value for name, value in seconds.items()},
+        "gain": seconds["eager"] / seconds["compiled"],
+        "first_seconds": first["compiled"],
+    }

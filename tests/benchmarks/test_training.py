@@ -33,6 +33,7 @@ from mbd_core.multitf.data.example import Example
 from mbd_core.multitf.states.layout import GroupLayout, StateConfig, layout_set
 from mbd_core.multitf.states.mask import dual_stream_sees
 from mbd_core.multitf.states.training_attention import TrainingAttention
+from mbd_core.multitf.step import compute
 from mbd_core.multitf.step.loss import multitf_loss
 from mbd_core.multitf.step.trainer import Trainer
 from mbd_core.ops.attention.whole import block_mask
@@ -195,3 +196,22 @@ def test_a_bad_command_line_is_one_sentence(
     assert bench_train(argv) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("train: ") and sentence in line
+
+
+def test_compiled_updates_are_timed_beside_eager_ones(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(compute, "BACKEND", "eager")
+    argv = ["--compiled", "--model", "tiny", "--length", "16,24", "--repeats", "1", "--lora", "2"]
+    assert bench_train([*argv, "--json", str(tmp_path / "rows.json")]) == 0
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [(row["length"], row["lora"]) for row in rows] == [(16, 2), (24, 2)]
+    for row in rows:
+        assert row["gain"] == pytest.approx(row["eager_seconds"] / row["compiled_seconds"])
+        assert row["first_seconds"] > 0
+    assert "updates of four samples on cpu" in capsys.readouterr().out
+
+
+def test_a_rank_without_compiled_updates_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench_train(["--lora", "2", "--count", "--model", "tiny"]) == 2
+    assert "--lora has no effect without --compiled" in capsys.readouterr().err
