@@ -165,8 +165,7 @@ class BlockBuffer:
 
     def _derive(self) -> None:
         """Compute the tensors that change only when rows slide: the absolute position of every token, whether it may
-        be filled (after the prompt, within the token budget), and each slot's number of such positions.
-        """
+        be filled (after the prompt, within the token budget), and each slot's number of such positions."""
         settings = self.settings
         block = settings.first_block_R[:, None] + self._slots
         starts = settings.origin_R[:, None] + block * self.block_size

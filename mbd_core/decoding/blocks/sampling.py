@@ -25,8 +25,7 @@ FORBIDDEN = -1e30
 CACHED = 2**18
 """Probabilities that are computed and searched at once on a CPU: a megabyte, which stays in its caches."""
 GROUP = 64
-"""On a CPU the highest probability of each group of this many ids is found first, and then its place in the best group
-alone: torch finds highest values fast there, and their places slowly."""
+"""On a CPU the best of each group of so many ids is found first, then its place: torch is slow at finding places."""
 
 
 def allowed_alone(logits_PV: Tensor, allowed_V: np.ndarray) -> Tensor:

@@ -15,8 +15,9 @@ With `HostPages`, `alloc` first copies a cached page's content to the host's mem
 free or cached page.
 
 A chain of hashes names content: the hash of a page covers its tokens, the hash of the page before it, and at the root
-the namespace (a model, the version of its weights, an adapter). Because attention is block-causal, the keys of a page
-depend on nothing else. Page 0 is the null page: it has no owner, and writes that must have no effect go there.
+the namespace (models, the version of their weights, an adapter, the order of rows). The keys of a page depend on
+nothing else, because they see no later page. Page 0 is the null page: it has no owner, and writes that must have no
+effect go there.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class TextScores:
 
 @dataclass(eq=False)
 class SequenceState:
-    """A sequence has four lengths, in tokens:
+    """One request in the engine. It has four lengths, in tokens:
 
         allocated   tokens that its pages can hold
         prefilled   tokens of its prefix that are stored, or that the running forward stores
@@ -205,8 +205,7 @@ class SequenceState:
 
     def commit(self, tokens: list[int]) -> None:
         """Append final tokens, whole blocks from position `committed` on. The boundary block repeats the prompt's
-        remainder.
-        """
+        remainder."""
         if not tokens:
             return
         remainder = self.tokens[self.committed :]
