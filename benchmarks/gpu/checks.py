@@ -28,6 +28,7 @@ from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.step.batch import Batch
 from mbd_core.engine.step.kinds import StepKind
+from mbd_core.engine.step.runner import ModelRunner
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.mlp import with_shared
 from mbd_core.models.model_config import ModelConfig
@@ -191,9 +192,9 @@ def planned_forwards_are_eager(method: str, device: torch.device, *, max_tokens:
     num_captured, errors = engine.prepare(decoding), []
     replay = engine._graphs.forward
 
-    def beside_eager(batch: Batch) -> Tensor:
-        replayed_AD = replay(batch).clone()
-        eager_AD = engine.runner.forward(batch)
+    def beside_eager(runner: ModelRunner, batch: Batch) -> Tensor:
+        replayed_AD = replay(runner, batch).clone()
+        eager_AD = runner.forward(batch)
         errors.append(float((replayed_AD - eager_AD).abs().max() / eager_AD.abs().max().clamp(min=1e-6)))
         return replayed_AD
 

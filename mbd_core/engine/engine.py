@@ -28,7 +28,7 @@ from mbd_core.engine.ranks import Alone, EngineCall, Ranks, on_all_ranks, with_n
 from mbd_core.engine.schedule.scheduler import Scheduler
 from mbd_core.engine.sequences.admission import AdmittedRequest, RequestRefused, compile_guide
 from mbd_core.engine.sequences.sequence import SequenceState
-from mbd_core.engine.step.decode import decode_step, store_step
+from mbd_core.engine.step.decode import decode_step, run_eagerly, store_step
 from mbd_core.engine.step.kinds import StepKind
 from mbd_core.engine.step.planned_graphs import planned_kinds
 from mbd_core.engine.step.report import HostCopy, StepReport
@@ -500,8 +500,8 @@ class Engine:
         self, plan: StepPlan, lay_out: Callable[[BlockBuffer | None], StepRows], *, replays: bool
     ) -> LaunchedStep:
         if not plan.decoding:
-            forward = self._graphs.forward if replays else None
-            planned = store_step(self._state, lay_out(None), forward=forward)
+            run = self._graphs.forward if replays else run_eagerly
+            planned = store_step(self._state, lay_out(None), run=run)
             return LaunchedStep(plan=plan, report=None, planned=planned)
         ids = self.model.config.edit_token_ids
         steering = self._seating.ledger.steering(

@@ -28,6 +28,7 @@ from small_engines import (
     gist,
     request,
 )
+from test_two_sizes import drafted, large_model, small_model, two_sizes
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -459,6 +460,21 @@ def test_forwards_of_planned_rows_replay_graphs_captured_at_start(
     attend_by(monkeypatch, KERNELS[kernel](FakePackages(), device))
     served = Engine(device.move(model), sizes)
     assert served.prepare(decoding) > 0
+    assert [gist(o)[0] for o in served.generate(batch)] == wanted
+    report = served.graph_report()
+    assert report["steps_replayed"] > 0 == report["steps_eager"]
+
+
+@pytest.mark.parametrize("kind", ["ar", "block size 1"])
+def test_both_models_of_two_sizes_replay_graphs(
+    monkeypatch: pytest.MonkeyPatch, device: FakeDevice, kind: str
+) -> None:
+    model, draft = large_model(kind).double(), small_model().double()
+    batch = [request(f"r{i}", 5 * i, "multi", decoding=drafted(2), max_tokens=9 + 4 * i) for i in range(5)]
+    wanted = [gist(o)[0] for o in two_sizes(model, draft, page_size=16).generate(batch)]
+    attend_by(monkeypatch, KERNELS["vllm"](FakePackages(), device))
+    served = two_sizes(device.move(model), device.move(draft), page_size=16)
+    assert served.prepare(drafted(2)) > 0
     assert [gist(o)[0] for o in served.generate(batch)] == wanted
     report = served.graph_report()
     assert report["steps_replayed"] > 0 == report["steps_eager"]

@@ -104,7 +104,7 @@ class Verify:
         a draft model, up to `buffer_size` + 1 decided blocks before them may be stored by one of the models alone."""
         return PlannedRows(
             longest=(3 * buffer_size + 1 if self.draft_model else 2 * buffer_size) * block_size,
-            rows=max(buffer_size + 1, buffer_size * (1 + (self.lead == "causal"))),
+            rows=max(buffer_size + 1, buffer_size * (1 + (self.lead == "causal")) + self.draft_model),
             gaps=True,
             overhang=(buffer_size + 1) * block_size - 1,
             seeds=int(self.draft_model),

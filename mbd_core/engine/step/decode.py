@@ -59,16 +59,23 @@ def decode_step(
     return with_tops(report_X, prediction.tops_A2K, rows.at_A, buffer), state.planned(rows, batch, hidden_AD)
 
 
-def store_step(
-    state: "StepState", rows: StepRows, *, forward: Callable[[Batch], Tensor] | None = None
-) -> Tensor | list[Any] | None:
+RunForward = Callable[[ModelRunner, Batch], Tensor]
+"""Runs a forward of a runner's model; returns the hidden states (A, D) of the asked positions."""
+
+
+def run_eagerly(runner: ModelRunner, batch: Batch) -> Tensor:
+    """A forward kernel by kernel."""
+    return runner.forward(batch)
+
+
+def store_step(state: "StepState", rows: StepRows, *, run: RunForward = run_eagerly) -> Tensor | list[Any] | None:
     """A forward in which no block is decoded: prompt chunks are stored, and planned rows are read
-    (`StepState.planned`). `forward` runs it in the place of the runner's."""
+    (`StepState.planned`)."""
     if not rows.groups:  # the draft model alone has rows
-        return state.with_drafts(rows, None)
-    batch, hidden_AD = state.forward(rows, forward)
+        return state.with_drafts(rows, None, run)
+    batch, hidden_AD = state.forward(rows, run)
     state.runner.remember_prompts(rows.prompt_ends)
-    return state.planned(rows, batch, hidden_AD)
+    return state.planned(rows, batch, hidden_AD, run)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,10 +100,10 @@ class StepState:
     adapters_R: Tensor | None = None
     draft_runner: ModelRunner | None = None
 
-    def forward(self, rows: StepRows, run: Callable[[Batch], Tensor] | None = None) -> tuple[Batch, Tensor]:
-        """The packed rows and the hidden states (A, D) of their asked positions, by `run` or the runner."""
+    def forward(self, rows: StepRows, run: RunForward = run_eagerly) -> tuple[Batch, Tensor]:
+        """The packed rows and the hidden states (A, D) of their asked positions."""
         batch = pack(rows.groups, page_size=self.page_size, batch_invariant=self.batch_invariant)
-        return batch, (run or self.runner.forward)(batch)
+        return batch, run(self.runner, batch)
 
     def logits_of(
         self, hidden_AD: Tensor, batch: Batch, work: StepWork, *, has_steering: bool = False
@@ -127,18 +134,20 @@ class StepState:
         """The number of likeliest tokens that a step reports for a position, if it reports any."""
         return min(MAX_TOPS, self.vocab.size)
 
-    def planned(self, rows: StepRows, batch: Batch, hidden_AD: Tensor) -> Tensor | list[Any] | None:
+    def planned(
+        self, rows: StepRows, batch: Batch, hidden_AD: Tensor, run: RunForward = run_eagerly
+    ) -> Tensor | list[Any] | None:
         """The logits (A, V) of the planned rows, which stand last, or their decoders' own readings; `None` without
         planned rows."""
         if rows.planned_asked is None:
-            return self.with_drafts(rows, None)
+            return self.with_drafts(rows, None, run)
         own_AD = hidden_AD[rows.num_asked :]
         if rows.read_planned is not None:
             return rows.read_planned(own_AD, self.runner, apart=batch.split is not None)
         own_AV = self.runner.logits(own_AD, split=None if batch.split is None else rows.planned_asked)
-        return self.with_drafts(rows, own_AV)
+        return self.with_drafts(rows, own_AV, run)
 
-    def with_drafts(self, rows: StepRows, own_AV: Tensor | None) -> Tensor | None:
+    def with_drafts(self, rows: StepRows, own_AV: Tensor | None, run: RunForward) -> Tensor | None:
         """The logits of all planned rows, in their order: the large model's (`own_AV`) and the draft model's.
 
         The draft model runs here, if it has rows. Its logits are cut or padded to the large model's vocabulary, and
@@ -149,7 +158,7 @@ class StepState:
         runner, drafts = self.draft_runner, rows.drafts
         assert runner is not None, "admission refuses drafts without a draft model"
         batch = pack(drafts.groups, page_size=self.page_size, batch_invariant=self.batch_invariant)
-        hidden_AD = runner.forward(batch)
+        hidden_AD = run(runner, batch)
         if not drafts.asked:  # prompts alone
             return own_AV
         draft_AV = runner.logits(hidden_AD, split=None if batch.split is None else drafts.asked)

@@ -16,6 +16,7 @@ from mbd_core.engine.step.batch import Batch
 from mbd_core.engine.step.decode import StepState
 from mbd_core.engine.step.kinds import StepKind
 from mbd_core.engine.step.planned_graphs import CapturedForward, PlannedKind
+from mbd_core.engine.step.runner import ModelRunner
 from mbd_core.engine.step.static_step import static_step
 from mbd_core.ops.attention.choice import AttentionKernel
 from mbd_core.ops.launch import triton_serves
@@ -107,15 +108,15 @@ class StepGraphs:
         self.num_eager += 1
         return static_step(self.state, kind, num_pages=num_pages)
 
-    def forward(self, batch: Batch) -> Tensor:
-        """The hidden states (A, D) of a forward of planned rows alone, valid until the next step."""
-        kind = PlannedKind.of(batch)
+    def forward(self, runner: ModelRunner, batch: Batch) -> Tensor:
+        """The hidden states (A, D) of a forward of planned rows alone, valid until the runner's next forward."""
+        kind = PlannedKind.of(batch, by_draft_model=runner is self.state.draft_runner)
         covering = [] if kind is None else [c for c in self._captured_forwards if c.covers(kind)]
         if covering:
             self.num_replayed += 1
             return self._captured_forwards[min(covering, key=lambda planned: planned.size)].replay(batch)
         self.num_eager += bool(self._captured_forwards)
-        return self.state.runner.forward(batch)
+        return runner.forward(batch)
 
     def release(self, *, wait: bool = True) -> None:
         """Releases all graphs when the device has finished; from then on every step runs kernel by kernel. Without

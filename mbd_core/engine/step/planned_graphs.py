@@ -31,6 +31,7 @@ class PlannedKind:
     ordered  whether a row may be causal inside
     gaps     whether a row may have hidden keys before its own (`RowLayout.gap_R`)
     adapts   whether a row may have a LoRA adapter
+    by_draft_model  whether the engine's draft model computes it
     """
 
     num_rows: int
@@ -39,9 +40,10 @@ class PlannedKind:
     ordered: bool
     gaps: bool
     adapts: bool
+    by_draft_model: bool
 
     @classmethod
-    def of(cls, batch: Batch) -> "PlannedKind | None":
+    def of(cls, batch: Batch, *, by_draft_model: bool) -> "PlannedKind | None":
         """The least kind of a forward; `None` for a forward that no graph holds."""
         if batch.denoising is not None or batch.weight_T is not None or batch.split is not None:
             return None
@@ -52,6 +54,7 @@ class PlannedKind:
             ordered=batch.causal_K is not None,
             gaps=batch.gap_K is not None,
             adapts=batch.adapter_T is not None,
+            by_draft_model=by_draft_model,
         )
 
     @property
@@ -61,7 +64,8 @@ class PlannedKind:
 
     def covers(self, other: "PlannedKind") -> bool:
         """Whether a forward of kind `other` fits into one of this kind."""
-        return all(getattr(self, name) >= value for name, value in vars(other).items())
+        is_larger = all(getattr(self, name) >= value for name, value in vars(other).items())
+        return is_larger and self.by_draft_model == other.by_draft_model
 
 
 def planned_kinds(decoding: DecodingConfig, *, max_rows: int, adapters: bool) -> list[PlannedKind]:
@@ -75,6 +79,7 @@ def planned_kinds(decoding: DecodingConfig, *, max_rows: int, adapters: bool) ->
         forms += [(True, False), *([(True, True)] if layout.gaps else [])]
     numbers = [min(1 << n, max_rows) for n in range((max_rows - 1).bit_length() + 1)]
     shares = (1, 2) if layout.longest > 1 else (1,)
+    has_drafts = decoding.verify is not None and decoding.verify.draft_model
     return [
         PlannedKind(
             num_rows=number * layout.rows,
@@ -83,11 +88,14 @@ def planned_kinds(decoding: DecodingConfig, *, max_rows: int, adapters: bool) ->
             ordered=ordered,
             gaps=gaps,
             adapts=adapts,
+            by_draft_model=by_draft_model,
         )
+        for by_draft_model in ((False, True) if has_drafts else (False,))
         for number in numbers
         for share in shares
         for ordered, gaps in forms
         for adapts in ((False, True) if adapters else (False,))
+        if not (by_draft_model and gaps)
     ]
 
 
@@ -95,7 +103,9 @@ class CapturedForward:
     """A forward of planned rows as a CUDA graph, over memory of its own."""
 
     def __init__(self, state: StepState, kind: PlannedKind, capture: Capture) -> None:
-        self._runner, self._kind = state.runner, kind
+        runner = state.draft_runner if kind.by_draft_model else state.runner
+        assert runner is not None, "admission refuses drafts without a draft model"
+        self._runner, self._kind = runner, kind
         tables_RP = state.tables_RP
         new = partial(torch.zeros, dtype=torch.int64, device=tables_RP.device)
         # tokens that a forward lacks fill further rows, of at most `longest` tokens each
@@ -116,7 +126,7 @@ class CapturedForward:
             adapter_T=new(kind.num_tokens) if kind.adapts else None,
             live_T=new(kind.num_tokens, dtype=torch.bool),
         )
-        self._graph, self._hidden_TD = capture(lambda: self._runner.forward(self._batch))
+        self._graph, self._hidden_TD = capture(lambda: runner.forward(self._batch))
 
     def replay(self, batch: Batch) -> Tensor:
         """The hidden states (A, D) of a forward that fits into the graph."""

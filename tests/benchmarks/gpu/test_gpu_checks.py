@@ -103,7 +103,7 @@ def test_the_checks_run_here_and_say_what_they_did_not_check(tmp_path: Path, mon
 
 
 def test_another_forward_than_the_eager_one_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StepGraphs, "forward", lambda graphs, batch: graphs.state.runner.forward(batch) + 1.0)
+    monkeypatch.setattr(StepGraphs, "forward", lambda _, runner, batch: runner.forward(batch) + 1.0)
     with pytest.raises(CheckFailed, match="a replayed forward of verified differs from the eager one by"):
         planned_forwards_are_eager("verified", CPU, max_tokens=8)
 
