@@ -31,9 +31,9 @@ class Refresh:
     """
 
     prompt_interval: Annotated[int, Ge(1), Le(MOST)] = 25
-    """Steps between two recomputations of the prompt."""
+    """The number of steps from one recomputation of the prompt to the next."""
     response_interval: Annotated[int, Ge(1), Le(MOST)] = 5
-    """Steps between two recomputations of the whole response."""
+    """The number of steps from one recomputation of the whole response to the next."""
 
 
 EosTest = Literal["always", "block_forward"]

@@ -110,12 +110,12 @@ class Branch:
         self.wants_refresh |= self.blocks_since_refresh * self.block_length >= refresh
         self.align()
 
-    def ending_eos(self, eos_token_ids: tuple[int, ...], *, anywhere: bool) -> int | None:
-        """The first EOS, if no mask precedes it and its block is complete. The search begins at the window, or with
-        `anywhere` at the prompt's end."""
+    def ending_eos(self, ends: tuple[int, ...], *, anywhere: bool) -> int | None:
+        """The first of `ends`, if no mask precedes it and its block is complete. The search begins at the window, or
+        with `anywhere` at the prompt's end."""
         begin = self.begin if anywhere else self.start
         first_mask = self.lane.first_mask(begin)
-        eos = self.lane.find(eos_token_ids, begin, first_mask)
+        eos = self.lane.find(ends, begin, first_mask)
         if eos is None:
             return None
         block_end = eos + self.block_length - (eos - self.begin) % self.block_length

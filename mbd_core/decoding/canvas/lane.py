@@ -56,17 +56,17 @@ class Lane:
         hits &= (tokens[:, None] == np.array(ids, dtype=np.int64)).any(-1)
         return start + int(hits.argmax()) if hits.any() else None
 
-    def decided_range(self, start: int, eos_token_ids: tuple[int, ...]) -> slice:
-        """The positions from `start` up to the first mask, or up to and including the first EOS before that mask."""
+    def decided_range(self, start: int, ends: tuple[int, ...]) -> slice:
+        """The positions from `start` up to the first mask, or up to and including the first of `ends` before it."""
         stop = self.first_mask(start)
-        eos = self.find(eos_token_ids, start, stop)
-        return slice(start, stop if eos is None else eos + 1)
+        end = self.find(ends, start, stop)
+        return slice(start, stop if end is None else end + 1)
 
-    def answer(self, start: int, eos_token_ids: tuple[int, ...]) -> Piece:
+    def answer(self, start: int, ends: tuple[int, ...]) -> Piece:
         """The tokens of `decided_range`."""
         if self.masked[start : start + 1].any():
             return Piece(logprobs=(), steps=())
-        part = self.decided_range(start, eos_token_ids)
+        part = self.decided_range(start, ends)
         columns = (self.tokens, self.log_probs, self.steps)
         tokens, log_probs, steps = (tuple(column[part].tolist()) for column in columns)
         return Piece(tokens=tokens, logprobs=log_probs, steps=steps)
