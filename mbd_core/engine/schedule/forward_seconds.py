@@ -12,7 +12,7 @@ KEPT_FORWARDS = 128
 """Forwards after which a measure has lost most of its weight (a factor of e)."""
 CARRIED = 0.05
 """The weight of measures at other numbers of rows, until this number is measured."""
-OUTLIER = 4.0
+OUTLIER = 1.5
 """A forward that exceeds its expected seconds by this factor counts less."""
 RIDGE = 1e-9
 """The ridge, a share of the fit's own weight: without it a feature that never varied (rows, at a constant load) has no
