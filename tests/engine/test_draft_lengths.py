@@ -31,10 +31,12 @@ from mbd_core.engine.schedule.draft_lengths import (
 from mbd_core.engine.schedule.forward_seconds import StepLoad
 from mbd_core.engine.sequences.admission import RequestRefused
 from mbd_core.engine.step.batch import Batch
+from mbd_core.engine.step.runner import ModelRunner
 from mbd_core.models.decoder import Decoder, init_weights
 
 MEASURED = Verify(exact=True, store="causal", slots="measured")
 Choice = Callable[[Sequence[DraftRound]], int]
+Cost = Callable[[int], float]
 
 
 def decoding(slots: int) -> DecodingConfig:
@@ -106,32 +108,32 @@ def test_a_drawn_answer_keeps_its_distribution(monkeypatch: pytest.MonkeyPatch) 
 
 
 class Clock:
-    """Seconds of an engine's forwards by their positions."""
+    """Seconds of an engine's forwards."""
 
-    def __init__(self, cost: Callable[[int], float]) -> None:
-        self.now, self.cost, self.sizes = 0.0, cost, list[int]()
+    def __init__(self) -> None:
+        self.now = 0.0
 
     def __call__(self) -> float:
         return self.now
 
-    def watch(self, served: Engine) -> None:
-        forward = served.runner.forward
+    def watch(self, runner: ModelRunner, cost: Cost) -> None:
+        """The forwards of `runner` take the seconds that `cost` says by their positions."""
+        forward = runner.forward
 
         def timed(batch: Batch) -> Tensor:
-            self.sizes.append(len(batch.input_ids_T))
-            self.now += self.cost(self.sizes[-1])
+            self.now += cost(len(batch.input_ids_T))
             return forward(batch)
 
-        served.runner.forward = timed  # type: ignore[method-assign]
+        runner.forward = timed  # type: ignore[method-assign]
 
 
 def serve(
     model: Decoder, cost: Callable[[int], float], fields: dict[str, Any], rows: int
 ) -> tuple[list[Output], Clock]:
     """Answers of 60 tokens, `rows` at once, and the clock of their forwards."""
-    clock = Clock(cost)
+    clock = Clock()
     served = Engine(model, EngineConfig(max_rows=rows, num_pages=400, page_size=8, buffer_size=4), clock=clock)
-    clock.watch(served)
+    clock.watch(served.runner, cost)
     requests = [
         Request(
             request_id=f"r{i}",
@@ -292,7 +294,6 @@ def test_what_cannot_be_had_is_refused() -> None:
     for fields, message in (
         ({"buffer_size": 2, "verify": {"slots": "measured"}}, "needs verify.exact=True"),
         ({"verify": exact}, "let buffer_size be 2 or more"),
-        ({"buffer_size": 2, "verify": {**exact, "draft_model": True}}, "leave out slots or draft_model"),
         ({"buffer_size": 2, "tau_add": 0.5, "verify": exact}, "tau_add=0.5 has no meaning with verify.slots"),
         ({"buffer_size": 2, "verify": {**exact, "slots": "some"}}, "verify.slots"),
     ):

@@ -4,12 +4,14 @@ what cannot be had is refused."""
 import dataclasses
 import random
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from drawn_counts import chi_square
 from small_engines import EOS, MASK, VOCAB, B, build, request, run_with_preemption
+from test_draft_lengths import Clock, Cost, force
 from test_verified_decoding import random_requests
 from test_verified_slots import WholeTexts
 
@@ -78,8 +80,8 @@ def own_answers(model: Decoder, kind: str, requests: list[Request]) -> list[tupl
     return [(o.tokens, o.finish_reason) for o in outputs]
 
 
-def drafted(slots: int = 1, **changes: Any) -> DecodingConfig:
-    return DecodingConfig(block_size=B, buffer_size=slots, verify=dataclasses.replace(TWO, **changes))
+def drafted(buffer_size: int = 1, **changes: Any) -> DecodingConfig:
+    return DecodingConfig(block_size=B, buffer_size=buffer_size, verify=dataclasses.replace(TWO, **changes))
 
 
 @pytest.mark.parametrize("kind", LARGE)
@@ -123,24 +125,98 @@ class TwoTexts(WholeTexts):
         return bool(verdict[2, 0]), int(verdict[0, 1])
 
 
+def chosen(masks: Sequence[int]) -> int:
+    """Another number of blocks for other numbers of masks."""
+    return 1 + (masks[0] + len(masks)) % len(masks)
+
+
+@pytest.mark.parametrize("is_measured", [False, True], ids=["all", "chosen"])
 @pytest.mark.parametrize("slots", [1, 2, 3])
-def test_the_engine_follows_the_literal_loop(slots: int) -> None:
+def test_the_engine_follows_the_literal_loop(monkeypatch: pytest.MonkeyPatch, slots: int, is_measured: bool) -> None:
     """Tokens, reasons and numbers of forwards, greedy and drawn, of requests side by side."""
+    slots += is_measured
     model, draft = large_model(), small_model()
     rng = random.Random(slots)
+    counts = force(monkeypatch, lambda rounds: chosen(rounds[-1].masks))
+    decoding = drafted(slots, slots="measured" if is_measured else "all")
     requests = [
         dataclasses.replace(r, sampling=Sampling(temperature=rng.choice((0.0, 0.9)), top_k=rng.choice((0, 8)), seed=i))
-        for i, r in enumerate(random_requests(8, drafted(slots)))
+        for i, r in enumerate(random_requests(8, decoding))
     ]
     confirmed = 0
-    for r, output in zip(requests, two_sizes(model, draft).generate(requests), strict=True):
+    outputs = two_sizes(model, draft, buffer_size=4).generate(requests)
+    for r, output in zip(requests, outputs, strict=True):
         texts = TwoTexts(model, draft, r)
         eos = () if r.ignore_eos else (EOS,)
-        run = verified_multibd(list(r.prompt), r.max_tokens, r.decoding, texts.draft, texts.judge, eos=eos)
+        run = verified_multibd(
+            list(r.prompt),
+            r.max_tokens,
+            r.decoding,
+            texts.draft,
+            texts.judge,
+            eos=eos,
+            choose=chosen if is_measured else None,
+        )
         assert (list(output.tokens), output.finish_reason) == (run.tokens, run.finish_reason)
         assert output.counts.num_forwards == run.num_forwards
         confirmed += output.counts.num_confirmed_tokens
     assert confirmed
+    assert set(counts) == (set(range(1, slots + 1)) if is_measured else set())
+
+
+@pytest.mark.parametrize("kind", LARGE)
+def test_whatever_is_chosen_an_exact_answer_is_the_large_models(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Random numbers of blocks, anew in each round, in batches and after preemptions."""
+    model, rng = large_model(kind), random.Random(2)
+    counts = force(monkeypatch, lambda rounds: rng.randint(1, len(rounds)))
+    requests = random_requests(10, drafted(3, slots="measured"))
+    wanted = own_answers(model, kind, requests)
+    served = two_sizes(model)
+    for found in (served.generate(requests), run_with_preemption(two_sizes(model, num_pages=40), requests, rng)):
+        assert [(o.tokens, o.finish_reason) for o in found] == wanted
+    assert set(counts) == {1, 2, 3}
+    served.check_integrity()
+
+
+@torch.no_grad()
+def always_says_7(model: Decoder) -> None:
+    for name, weight in model.named_parameters():
+        if weight.ndim > 1:
+            weight.fill_("embed" in name)
+    model.lm_head.weight[7] = 1.0
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize(
+    ("agrees", "small", "large"),
+    [
+        (True, lambda size: 0.1, lambda size: 1.0),
+        (True, lambda size: 0.02 * size, lambda size: 1.0),
+        (False, lambda size: 0.5 * size, lambda size: 0.1 * size),
+    ],
+)
+def test_the_choice_follows_the_seconds_of_both_models(agrees: bool, small: Cost, large: Cost, rows: int) -> None:
+    """By given seconds: several blocks where drafts agree and the large model's forwards cost most, one where drafts
+    do not agree and the small model's positions cost most."""
+    model, draft = large_model(), small_model()
+    for each in [model, draft] if agrees else [draft]:
+        always_says_7(each)
+    seconds, tokens = [], set()
+    for decoding in (drafted(), drafted(3, slots="measured")):
+        clock = Clock()
+        config = EngineConfig(max_rows=rows, num_pages=400, page_size=8, buffer_size=3)
+        served = Engine(model, config, vocab_limit=VOCAB, draft_model=draft, clock=clock)
+        assert served._state.draft_runner is not None
+        clock.watch(served._state.draft_runner, small)
+        clock.watch(served.runner, large)
+        requests = [
+            Request(request_id=f"r{i}", prompt=(5, 6, 7 + i), max_tokens=60, decoding=decoding, ignore_eos=True)
+            for i in range(2 * rows)
+        ]
+        tokens.add(tuple(o.tokens for o in served.generate(requests)))
+        seconds.append(clock.now)
+    assert len(tokens) == 1
+    assert seconds[1] < (0.75 if agrees else 1.06) * seconds[0]
 
 
 def test_a_draft_that_is_the_judge_is_accepted_whole() -> None:
@@ -152,12 +228,16 @@ def test_a_draft_that_is_the_judge_is_accepted_whole() -> None:
         assert output.counts.num_forwards == 2 * output.counts.num_drafted_tokens
 
 
-def test_drawn_answers_have_the_large_models_distribution() -> None:
-    """Three tokens of two blocks, 600 times each way: the triples have one distribution."""
+@pytest.mark.parametrize("is_measured", [False, True], ids=["all", "chosen"])
+def test_drawn_answers_have_the_large_models_distribution(monkeypatch: pytest.MonkeyPatch, is_measured: bool) -> None:
+    """Three tokens of two blocks, 600 times each way: the triples have one distribution. A chosen number of blocks
+    depends on the draws before it."""
     model = large_model(std=0.45)
+    chosen = force(monkeypatch, lambda rounds: 1 if rounds[0].masks[0] == 1 else len(rounds))
+    two = drafted(2, slots="measured") if is_measured else dataclasses.replace(drafted(2), tau_add=0.0)
     counts = []
     for served, decoding in (
-        (two_sizes(model, max_rows=32, num_pages=400), dataclasses.replace(drafted(2), tau_add=0.0)),
+        (two_sizes(model, max_rows=32, num_pages=400), two),
         (Engine(model, EngineConfig(max_rows=32, num_pages=400, page_size=8), vocab_limit=VOCAB), own_decoding("ar")),
     ):
         requests = [
@@ -173,6 +253,7 @@ def test_drawn_answers_have_the_large_models_distribution() -> None:
         ]
         counts.append(Counter(o.tokens for o in served.generate(requests)))
     assert 4 < len(counts[0] | counts[1]) <= 8
+    assert not is_measured or min(chosen[1], chosen[2]) > 50
     assert chi_square(*counts) < 24.3, counts  # the 0.999 quantile for 7 degrees of freedom
 
 

@@ -16,6 +16,9 @@ in order. The judge sees the text before the run, with the draft in the place of
 A verification that accepts the drafts of a block to its end has stored it, if keys are stored in order (exact). With
 two models (`Verify.draft_model`) a decided block leaves the running-set at once: the next draft and the next judgement
 carry its row.
+
+If the number of drafted blocks is chosen (`Verify.slots`), `choose` gives it behind each judgement, from the masks of
+each block that may be drafted. A draft before the first judgement has one block.
 """
 
 import itertools
@@ -37,6 +40,7 @@ from mbd_core.decoding.blocks.verification import first_run, number_accepted
 MaskDrafts = list[dict[int, tuple[int, float]]]  # of each block, by offset of the mask: token and confidence
 DraftBlocks = Callable[[list[int], list[BlockTokens], int], MaskDrafts]
 JudgeToken = Callable[[list[int], int, int], tuple[bool, int]]  # text before it, drafted token, number of the forward
+ChooseBlocks = Callable[[list[int]], int]
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,7 @@ def verified_multibd(
     judge: JudgeToken,
     *,
     eos: tuple[int, ...] = (),
+    choose: ChooseBlocks | None = None,
 ) -> LiteralRun:
     """Decodes one request whose `config` verifies drafts by their span, without edits, parts and carry."""
     rule = config.verify
@@ -65,7 +70,9 @@ def verified_multibd(
     run, running_set = decoding.run, [decoding.masked_block(0)]
     num_uncounted = 0  # forwards that the number of a forward leaves out
     while run.finish_reason is None:
-        if len(running_set) < config.buffer_size and decoding.wants_another(running_set):
+        if choose is not None and run.num_forwards:
+            running_set = _chosen(decoding, running_set, choose)
+        elif len(running_set) < config.buffer_size and decoding.wants_another(running_set):
             running_set.append(decoding.masked_block(len(running_set)))
             num_uncounted = run.num_forwards if config.buffer_size == 1 else 0
         drafts = draft(decoding.cached, [list(b.tokens) for b in running_set], run.num_forwards - num_uncounted)
@@ -89,6 +96,18 @@ def verified_multibd(
             decoding.commit(running_set.pop(0))
         _settle(decoding, running_set)
     return run
+
+
+def _chosen(decoding: LiteralDecoding, running_set: list[ResidentBlock], choose: ChooseBlocks) -> list[ResidentBlock]:
+    """The running-set with the chosen number of blocks that have masks; behind the first of these, all are masks."""
+    config = decoding.config
+    blocks = [block for block in running_set if block.state is SlotState.TO_CACHE]
+    num_final = len(blocks)
+    blocks += running_set[num_final : num_final + 1]
+    while len(blocks) < config.buffer_size and len(decoding.cached) + len(blocks) * config.block_size < decoding.end:
+        blocks.append(decoding.masked_block(len(blocks)))
+    masks = [len(block.masks) for block in blocks[num_final:]]
+    return blocks[: num_final + choose(masks)] if masks else blocks
 
 
 def _take_draft(

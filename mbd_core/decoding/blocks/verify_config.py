@@ -79,8 +79,6 @@ class Verify:
                 "verify.slots='measured' needs verify.exact=True and verify.store='causal', because other answers "
                 "depend on the number of blocks; add them"
             )
-        if self.slots == "measured" and self.draft_model:
-            raise ValueError("verify.slots='measured' takes no draft model yet; leave out slots or draft_model")
         if self.draft_model and not self.exact:
             raise ValueError("verify.draft_model=True needs verify.exact=True and verify.store='causal'; add them")
         if self.exact:

@@ -21,7 +21,7 @@ from mbd_core.decoding.blocks.request import Request
 from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.blocks.verification import VerifyNoise
 from mbd_core.decoding.canvas.plan import CanvasPlan, CanvasUpdate, Guesses, OpenLogits, Query
-from mbd_core.decoding.causal.verified import VerifyingDecoder, VerifyPhase
+from mbd_core.decoding.causal.verified import DraftRound, VerifyingDecoder, VerifyPhase
 from mbd_core.decoding.causal.verified_block import Span, VerifiedBlock
 
 
@@ -84,6 +84,15 @@ class DraftedDecoder(VerifyingDecoder):
     @property
     def _mask_token_id(self) -> int:
         return self._pair.mask_token_id
+
+    def _round(self, masks: tuple[int, ...], stop: int) -> DraftRound:
+        copies = 0 if self._pair.predicts_next else sum(masks)
+        return DraftRound(
+            masks=masks,
+            num_drafted=stop - self._stored_by_draft,
+            num_judged=min(stop, self._end) - self._stored_by_judge + copies,
+            by_draft_model=True,
+        )
 
     def _draft_rows(self) -> list[Query]:
         """Known tokens that the draft model has not stored, in order; then each block without order."""

@@ -49,11 +49,15 @@ VerifyPhase = Literal["draft", "judge", "store"]
 
 @dataclass(frozen=True, kw_only=True)
 class DraftRound:
-    """A draft that may come next, and its judgement: the masks of each block, and the positions of both forwards."""
+    """A draft that may come next, and its judgement: the masks of each block, and the positions of both forwards.
+
+    by_draft_model  whether the engine's draft model drafts
+    """
 
     masks: tuple[int, ...]
     num_drafted: int
     num_judged: int
+    by_draft_model: bool = False
 
 
 class VerifyingDecoder(PrefixDecoder):
@@ -96,16 +100,15 @@ class VerifyingDecoder(PrefixDecoder):
         active = self._active_blocks
         if self._rule.slots == "all" or self.done or self.phase == "judge" or not active:
             return []
-        num_final = len(self._blocks) - len(active)
-        first, room = active[0], self._decoding.buffer_size - num_final
+        first, room = active[0], self._decoding.buffer_size - (len(self._blocks) - len(active))
         starts = range(first.start + self._size, self._end, self._size)[: room - 1]
         masks = [len(first.open), *(min(self._size, self._end - start) for start in starts)]
-        rounds = []
-        for number in range(1, len(masks) + 1):
-            positions = (num_final + number) * self._size
-            drafted = tuple(masks[:number])
-            rounds.append(DraftRound(masks=drafted, num_drafted=positions, num_judged=positions + sum(drafted)))
-        return rounds
+        return [self._round(tuple(masks[:n]), first.start + n * self._size) for n in range(1, len(masks) + 1)]
+
+    def _round(self, masks: tuple[int, ...], stop: int) -> DraftRound:
+        """The draft of blocks with these masks, the last of which ends at `stop`."""
+        positions = stop - self._front
+        return DraftRound(masks=masks, num_drafted=positions, num_judged=positions + sum(masks))
 
     def draft_blocks(self, number: int) -> None:
         """Lets the next draft have this number of blocks, one of the choices of `rounds`."""

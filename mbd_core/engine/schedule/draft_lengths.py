@@ -3,7 +3,7 @@
 A round is a draft and its judgement. A further block costs positions in both forwards, and its tokens count only if
 all drafts before them are confirmed. So it pays behind a block that is nearly full, and with drafts that agree. Judged
 drafts give the chance that a token is confirmed, by slot; measured steps give the seconds of a forward by its
-positions.
+positions. Where a draft model drafts, they give the seconds of both models.
 """
 
 from collections.abc import Collection, Sequence
@@ -84,8 +84,12 @@ class DraftLengths:
         chances = rates.of(len(rounds))
         speeds = []
         for each in rounds:
-            loads = [StepLoad(num_running, num_running * number) for number in (each.num_drafted, each.num_judged)]
-            speeds.append(expected_tokens(each.masks, chances) / sum(map(self.seconds.of, loads)))
+            positions = num_running * each.num_drafted
+            of_draft_model = positions if each.by_draft_model else 0
+            draft = StepLoad(num_running, positions - of_draft_model, draft_positions=of_draft_model)
+            judgement = StepLoad(num_running, num_running * each.num_judged)
+            seconds = self.seconds.of(draft) + self.seconds.of(judgement)
+            speeds.append(expected_tokens(each.masks, chances) / seconds)
         return 1 + speeds.index(max(speeds))
 
 

@@ -1,7 +1,8 @@
 """Expected seconds of a forward by its load, from measured forwards.
 
-Seconds are base + rows * r + positions * p + prompt tokens * t, fitted by least squares of relative errors. Older
-forwards count less. Forwards with similar numbers of rows are fitted together, because no line holds for all loads.
+Seconds are base + rows * r + positions * p + prompt tokens * t, fitted by least squares of relative errors. A draft
+model has a base and positions of its own. Older forwards count less. Forwards with similar numbers of rows are fitted
+together, because no line holds for all loads.
 """
 
 from dataclasses import dataclass
@@ -22,21 +23,24 @@ LEAST_SECONDS = 1e-9
 
 @dataclass(frozen=True)
 class StepLoad:
-    """The load of a forward.
+    """The load of a step: of its forward, or of one forward of each model.
 
-    rows           rows of sequences that decode
-    positions      positions of these rows
-    prompt_tokens  prompt tokens that are stored beside them
+    rows             rows of sequences that decode
+    positions        positions of these rows
+    prompt_tokens    prompt tokens that are stored beside them
+    draft_positions  positions of the draft model's rows
     """
 
     rows: int
     positions: int
     prompt_tokens: int = 0
+    draft_positions: int = 0
 
     @property
     def features(self) -> tuple[float, ...]:
-        """The quantities whose costs add up to the forward's seconds."""
-        return 1.0, self.rows, self.positions, self.prompt_tokens
+        """The quantities whose costs add up to the step's seconds."""
+        drafts, runs = self.draft_positions, self.positions + self.prompt_tokens > 0
+        return float(runs), self.rows, self.positions, self.prompt_tokens, float(drafts > 0), drafts
 
 
 class ForwardSeconds:
@@ -69,7 +73,7 @@ class _Fit:
 
     def __init__(self, neighbour: "_Fit | None") -> None:
         # the normal equations, a row per coefficient: its feature times all features, and times the seconds
-        self._products: np.ndarray = np.zeros((4, 5)) if neighbour is None else CARRIED * neighbour._products
+        self._products: np.ndarray = np.zeros((6, 7)) if neighbour is None else CARRIED * neighbour._products
         self._coefficients: list[float] | None = None  # `None`: to be computed
 
     def observe(self, features: tuple[float, ...], seconds: float) -> None:

@@ -242,7 +242,9 @@ class PlannedRuns:
 
     def _choose_lengths(self, updates: list[tuple[PlannedRun, CanvasUpdate]], share: SharedWork) -> None:
         """Counts the judged drafts, and chooses the blocks of drafts that come next, by rank 0's measures."""
-        self._load = StepLoad(len(updates), sum(run.num_positions for run, _ in updates))
+        drafted = sum(len(q.tokens) for run, _ in updates for q in run.plan.queries if q.by_draft_model)
+        positions = sum(run.num_positions for run, _ in updates) - drafted
+        self._load = StepLoad(len(updates), positions, draft_positions=drafted)
         asked = []
         for run, update in updates:
             if run.measured is None:
