@@ -78,6 +78,7 @@ def record_run(
     decoding: DecodingConfig,
     max_tokens: int,
     vocab_limit: int | None = None,
+    draft_model: Decoder | None = None,
 ) -> RecordedRun:
     """Decode the prompts by one method and write a detailed trace to `path`; request n has the id "n".
 
@@ -85,7 +86,7 @@ def record_run(
     """
     recorder = TraceRecorder(detail=True)
     config = EngineConfig(max_rows=MAX_ROWS, buffer_size=decoding.buffer_size)
-    engine = Engine(model, config, trace=recorder, vocab_limit=vocab_limit)
+    engine = Engine(model, config, trace=recorder, vocab_limit=vocab_limit, draft_model=draft_model)
     requests = [
         Request(request_id=str(number), prompt=tuple(prompt), max_tokens=max_tokens, decoding=decoding)
         for number, prompt in enumerate(prompts)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from jobs.command_line import MaxTokens, OutFolder, Overwrite
 from mbd_core.checkpoint.shipped import model_folder
-from mbd_core.command_line import CommandText, command
+from mbd_core.command_line import CommandText, Fields, command
+from mbd_core.engine.config import EngineConfig
 from mbd_core.fields import DATA, DECODING, MODEL, OUTPUT, Flag, Ge
 from mbd_core.files import check_target_folder, folder_beside
 from mbd_core.tasks import gsm_mini
@@ -52,6 +53,7 @@ def run(
             "Record traces of this model instead of reading files: a shipped model's name, or a model folder.", MODEL
         ),
     ] = None,
+    engine: Annotated[EngineConfig, Fields("draft_model")],
     tokenizer: Annotated[
         str | None,
         Flag("The model of the traces; the replay page then shows text instead of ids.", MODEL, metavar="MODEL"),
@@ -88,6 +90,7 @@ def run(
     if bool(traces) == bool(model):
         raise ValueError("give traces to read, or --model to record some, and not both")
     for name, value, belongs in (
+        ("--draft-model", engine.draft_model, model),
         ("--prompt", prompt, model),
         ("--methods", methods, model),
         ("--buffer-size", buffer_size, model),
@@ -111,7 +114,7 @@ def run(
             source = _read(paths, tokenizer, block_size, request)
         else:
             source = _record(
-                model, folder / "traces", prompt, decoding or {}, buffer_size, max_tokens, methods=methods
+                model, engine, folder / "traces", prompt, decoding or {}, buffer_size, max_tokens, methods=methods
             )
         settings = {**source.settings, "command": command_line}
         text = write_trace_report(source.runs, folder, settings=settings)
@@ -161,6 +164,7 @@ def _read(paths: dict[str, Path], model: str | None, block_size: int | None, req
 
 def _record(
     name: str,
+    engine: EngineConfig,
     folder: Path,
     prompts: Sequence[str],
     fields: dict[str, Any],
@@ -176,13 +180,17 @@ def _record(
     from mbd_core.checkpoint.chat import question_prompt
     from mbd_core.checkpoint.folder import read_folder
     from mbd_core.checkpoint.loading import load_model
-    from mbd_core.serving.tokens.load import engine_dtype
+    from mbd_core.serving.tokens.draft_folder import check_draft_folder, read_draft
+    from mbd_core.serving.tokens.load import decoding_defaults, engine_dtype
 
     if "buffer_size" in fields and not methods:
         raise ValueError("--decoding must not name buffer_size; give --buffer-size instead")
     model_files = read_folder(model_folder(name))
     tokenizer, config = model_files.tokenizer, model_files.config
-    defaults, size = model_files.defaults, config.block_size
+    draft = read_draft(engine)
+    if draft is not None:
+        check_draft_folder(model_files, draft, engine)
+    defaults, size = decoding_defaults(model_files, engine), config.block_size
     if methods:
         decodings = named_decodings(defaults, fields, methods, block_size=size)
     else:
@@ -192,8 +200,12 @@ def _record(
         prompts = [problem["question"] for problem in problems]
     ids = [question_prompt(tokenizer, text) for text in prompts]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_model(model_files.path, dtype=engine_dtype("auto", model_files, device), device=device)
+    dtype = engine_dtype("auto", model_files, device)
+    model = load_model(model_files.path, dtype=dtype, device=device)
+    draft_model = None if draft is None else load_model(draft.path, dtype=dtype, device=device)
     settings: dict[str, Any] = {"model": name, "prompts": len(prompts), "max_tokens": max_tokens}
+    if draft is not None:
+        settings["draft model"] = draft.path.name
     runs = []
     for method, decoding in decodings.items():
         recorded = record_run(
@@ -204,8 +216,12 @@ def _record(
             decoding=decoding,
             max_tokens=max_tokens,
             vocab_limit=len(tokenizer),
+            draft_model=draft_model,
         )
-        runs.append(recorded.run)
+        run = recorded.run
+        if draft is not None and decoding.verify is not None and decoding.verify.draft_model:
+            run = replace(run, name=f"{run.name}, drafts of {draft.path.name}")
+        runs.append(run)
         settings |= recorded.settings
     return TraceSource(
         runs=runs,

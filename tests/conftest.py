@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -160,6 +161,32 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = train_tokenizer(texts, vocab_size=config.vocab_size)
     folder = tmp_path_factory.mktemp("models") / "tiny-random"
     save_model(folder, model, tokenizer=tokenizer, generation={"buffer_size": 4, "tau_m2t": 0.9})
+    return folder
+
+
+@pytest.fixture(scope="session")
+def large_model_dir(tiny_model_dir: Path) -> Path:
+    """An autoregressive model, for which `tiny_model_dir` may draft: wider and deeper, with the same tokenizer."""
+    from mbd_core.checkpoint.config import load_config
+    from mbd_core.checkpoint.saving import save_model
+    from mbd_core.checkpoint.tokenizer import load_tokenizer
+    from mbd_core.models.decoder import Decoder, init_weights
+    from mbd_core.models.model_config import NO_MASK
+
+    small = load_config(tiny_model_dir)
+    config = replace(
+        small,
+        architecture="Qwen3ForCausalLM",
+        attention="causal",
+        mask_token_id=NO_MASK,
+        block_size=1,
+        hidden_size=96,
+        num_layers=3,
+    )
+    model = Decoder(config)
+    init_weights(model, seed=1, std=0.2)
+    folder = tiny_model_dir.parent / "large"
+    save_model(folder, model, tokenizer=load_tokenizer(tiny_model_dir, small))
     return folder
 
 

@@ -215,8 +215,8 @@ became a token, also after an EOS. η = TPF / Q with Q = N_buf · B tokens a for
 only", Q counts the resident blocks alone. A store-only forward decodes nothing: the bubble. A lifetime counts a
 block's forwards from its activation to the forward that stored it. Blocks that were never stored (dropped after an
 EOS, or still in the buffer when the trace ended) have no lifetime. A drafted token is judged if a verification
-compares it with the model at block size 1. At the first refusal the verification puts a token of its own, and drops
-the later drafted tokens.
+compares it with the model at block size 1, or with the larger model. At the first refusal the verification puts a
+token of its own, and drops the later drafted tokens.
 """
 
 

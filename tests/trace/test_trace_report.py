@@ -84,6 +84,8 @@ def test_a_report_is_replaced_on_request_alone_and_a_users_folder_never(
         ([], "give traces to read, or --model"),
         (["a.parquet", "--model", "tiny-mbd"], "and not both"),
         (["a.parquet", "--prompt", "2 + 3?"], "--prompt has no meaning without --model"),
+        (["a.parquet", "--draft-model", "tiny-bd"], "--draft-model has no meaning without --model"),
+        (["--model", "tiny-mbd", "--draft-model", "smollm2"], "unknown model"),
         (["--model", "tiny-mbd", "--request", "r1"], "--request has no meaning with --model"),
         (["x=a.parquet", "x=b.parquet"], "two traces have the same name"),
         (["--model", "tiny-mbd", "--buffer-size", "1"], "is SingleBD itself"),
@@ -109,6 +111,29 @@ def test_report_of_a_model(tiny_model_dir: Path, tmp_path: Path) -> None:
     for name, run in (("SingleBD", single), ("MultiBD", multi)):
         assert run["num_forwards"] == report["settings"][f"{name} forwards"]
     assert (tmp_path / "replay.html").stat().st_size > 10_000
+
+
+def test_report_of_two_models(large_model_dir: Path, tiny_model_dir: Path, tmp_path: Path) -> None:
+    """The numbers and the page show drafts, what the large model confirmed and refused of them, and who drafted."""
+    asked = ["--model", str(large_model_dir), "--draft-model", str(tiny_model_dir), "--prompt", "2 + 3?"]
+    assert trace_report.main([*asked, "--max-tokens", "20", "--out", str(tmp_path / "two")]) == 0
+    report = json.loads((tmp_path / "two" / "report.json").read_text())
+    names = [f"SingleBD, drafts of {tiny_model_dir.name}", f"MultiBD (buffer of 4), drafts of {tiny_model_dir.name}"]
+    assert [run["name"] for run in report["runs"]] == names
+    assert report["settings"]["draft model"] == tiny_model_dir.name
+    assert all(run["block_size"] == 4 and run["num_judged"] > run["num_confirmed"] for run in report["runs"])
+    page = (tmp_path / "two" / "replay.html").read_text()
+    data = page.partition('<script id="data" type="application/json">')[2].partition("</script>")[0]
+    for side, run, name in zip(json.loads(data)["sides"], report["runs"], names, strict=True):
+        assert side["name"] == name and side["frames"][-1]["num_tokens"] == 20
+        verdicts = [slot["verdict"] for frame in side["frames"] for slot in frame["slots"]]
+        assert sum(verdict["judged"] for verdict in verdicts) == run["num_judged"]
+        assert sum(len(verdict["confirmed"]) for verdict in verdicts) == run["num_confirmed"]
+        assert any(verdict["refused"] for verdict in verdicts)
+    mine = ["--methods", "verified-two-sizes", "--decoding", '{"buffer_size": 2}', "--max-tokens", "8"]
+    assert trace_report.main([*asked, *mine, "--out", str(tmp_path / "mine")]) == 0
+    (run,) = json.loads((tmp_path / "mine" / "report.json").read_text())["runs"]
+    assert run["name"] == f"verified-two-sizes (buffer of 2), drafts of {tiny_model_dir.name}"
 
 
 @pytest.mark.parametrize(
