@@ -264,7 +264,7 @@ class Engine:
         self.check_idle("prepare")
         if decoding.in_buffer:
             return self._graphs.capture(self._kinds.to_capture(decoding))
-        adapters = self.config.max_adapters > 0
+        decoding, adapters = self.admission.in_draft_blocks(decoding), self.config.max_adapters > 0
         return self._graphs.capture((), planned_kinds(decoding, max_rows=self.config.max_rows, adapters=adapters))
 
     @on_all_ranks

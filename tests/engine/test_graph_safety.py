@@ -469,12 +469,14 @@ def test_forwards_of_planned_rows_replay_graphs_captured_at_start(
 def test_both_models_of_two_sizes_replay_graphs(
     monkeypatch: pytest.MonkeyPatch, device: FakeDevice, kind: str
 ) -> None:
+    """Captured for a decoding in the large model's blocks, as a server has it: drafts have the draft model's."""
     model, draft = large_model(kind).double(), small_model().double()
-    batch = [request(f"r{i}", 5 * i, "multi", decoding=drafted(2), max_tokens=9 + 4 * i) for i in range(5)]
+    decoding = replace(drafted(2), block_size=model.config.block_size)
+    batch = [request(f"r{i}", 5 * i, "multi", decoding=decoding, max_tokens=9 + 4 * i) for i in range(5)]
     wanted = [gist(o)[0] for o in two_sizes(model, draft, page_size=16).generate(batch)]
     attend_by(monkeypatch, KERNELS["vllm"](FakePackages(), device))
     served = two_sizes(device.move(model), device.move(draft), page_size=16)
-    assert served.prepare(drafted(2)) > 0
+    assert served.prepare(decoding) > 0
     assert [gist(o)[0] for o in served.generate(batch)] == wanted
     report = served.graph_report()
     assert report["steps_replayed"] > 0 == report["steps_eager"]

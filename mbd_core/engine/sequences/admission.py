@@ -133,7 +133,7 @@ class Admission:
             candidate = replace(request, max_tokens=max_tokens)
             return pages_needed(candidate, block_size=self._block_size, page_size=self._page_size)
 
-        request = self._in_draft_blocks(request)
+        request = replace(request, decoding=self.in_draft_blocks(request.decoding))
         canvas, preferred = request.decoding.canvas, request.max_tokens
         limit = bisect_right(range(1, self.room(len(request.prompt)) + 1), self._num_pages, key=pages)
         number = (
@@ -141,12 +141,12 @@ class Admission:
         )
         return max(1, number)
 
-    def _in_draft_blocks(self, request: Request) -> Request:
-        """The request with the draft model's block size, if the draft model drafts for it."""
-        verify = request.decoding.verify
+    def in_draft_blocks(self, decoding: DecodingConfig) -> DecodingConfig:
+        """`decoding` with the draft model's block size, if the draft model drafts for its requests."""
+        verify = decoding.verify
         if self._draft is None or verify is None or not verify.draft_model:
-            return request
-        return replace(request, decoding=replace(request.decoding, block_size=self._draft.block_size))
+            return decoding
+        return replace(decoding, block_size=self._draft.block_size)
 
     def _what_fits(self, request: Request) -> str:
         number = self.default_max_tokens(request)
@@ -158,7 +158,7 @@ class Admission:
 
     def check(self, request: Request) -> AdmittedRequest:
         """Raises `RequestRefused` for a request that this engine can never serve; it names the value and a remedy."""
-        request = self._in_draft_blocks(request)
+        request = replace(request, decoding=self.in_draft_blocks(request.decoding))
         self._check_prompt(request)
         self.check_adapter(request)
         self._check_method(request)
