@@ -482,6 +482,21 @@ def test_both_models_of_two_sizes_replay_graphs(
     assert report["steps_replayed"] > 0 == report["steps_eager"]
 
 
+def test_a_draft_models_graphs_are_captured_beside_adapters_and_released_whole(
+    monkeypatch: pytest.MonkeyPatch, device: FakeDevice
+) -> None:
+    """The large model alone has adapters, and after a release no runner holds memory of a graph."""
+    attend_by(monkeypatch, KERNELS["vllm"](FakePackages(), device))
+    models = [device.move(model.double()) for model in (large_model(), small_model())]
+    served = two_sizes(*models, page_size=16, max_rows=1, max_adapters=1)
+    kinds = served._graphs._captured_forwards
+    assert served.prepare(drafted(1)) == len(kinds) > 0
+    assert {(kind.by_draft_model, kind.adapts) for kind in kinds} == {(False, False), (False, True), (True, False)}
+    served.close()
+    runners = (served.runner, served._state.draft_runner)
+    assert [len(runner._hidden_TD) for runner in runners if runner is not None] == [0, 0]
+
+
 def test_a_step_without_a_graph_runs_eagerly_and_is_counted(
     monkeypatch: pytest.MonkeyPatch, device: FakeDevice
 ) -> None:

@@ -109,7 +109,7 @@ class StepGraphs:
         return static_step(self.state, kind, num_pages=num_pages)
 
     def forward(self, runner: ModelRunner, batch: Batch) -> Tensor:
-        """The hidden states (A, D) of a forward of planned rows alone, valid until the runner's next forward."""
+        """The hidden states (A, D) of a forward of planned rows alone."""
         kind = PlannedKind.of(batch, by_draft_model=runner is self.state.draft_runner)
         covering = [] if kind is None else [c for c in self._captured_forwards if c.covers(kind)]
         if covering:
@@ -133,7 +133,9 @@ class StepGraphs:
         self._captured_forwards.clear()
         self._graph_of_kind.clear()
         self._pool, self.memory_bytes = None, 0
-        self.state.runner.forget_batch()
+        for runner in (self.state.runner, self.state.draft_runner):
+            if runner is not None:
+                runner.forget_batch()
 
     def report(self) -> dict[str, Any]:
         """Why there are no graphs; the number of graphs, their memory, and steps by how they ran."""

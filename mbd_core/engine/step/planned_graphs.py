@@ -1,14 +1,16 @@
 """Forwards of planned rows as CUDA graphs: token by token, or drafts that are verified.
 
-Their rows differ from step to step. So a graph has room for rows, tokens and keys of its own, and serves every forward
-that fits. Tokens without a row fill rows of one key in the null page; nothing reads them.
+The sizes of such forwards change from step to step. So a graph has places for a number of rows and tokens, and serves
+every forward that fits into them. The other places are padding: tokens in rows of one key in the null page, whose
+results nothing reads.
 
 Shape legend: K rows, T packed tokens, A positions asked for, P pages a row, D hidden.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -27,10 +29,10 @@ Capture = Callable[[Callable[[], Tensor]], tuple[Any, Tensor]]
 class PlannedKind:
     """The sizes of a forward of planned rows.
 
-    longest  tokens of the longest row
-    ordered  whether a row may be causal inside
-    gaps     whether a row may have hidden keys before its own (`RowLayout.gap_R`)
-    adapts   whether a row may have a LoRA adapter
+    longest         tokens of the longest row
+    ordered         whether a row may be causal inside
+    gaps            whether a row may have hidden keys before its own (`RowLayout.gap_R`)
+    adapts          whether a row may have a LoRA adapter
     by_draft_model  whether the engine's draft model computes it
     """
 
@@ -69,34 +71,35 @@ class PlannedKind:
 
 
 def planned_kinds(decoding: DecodingConfig, *, max_rows: int, adapters: bool) -> list[PlannedKind]:
-    """The kinds worth a graph if requests decode by `decoding`: for each power of two of them, their longest forward,
-    and half of it if a request has more than one token in it."""
+    """The kinds worth a graph if requests decode by `decoding`: for each power of two of requests, a forward in which
+    each has its most tokens, and, unless that is one token, a forward of half as many.
+
+    The draft model's rows have no gaps and no adapters.
+    """
     layout = decoding.planned
     if layout is None or decoding.renoise is not None:
         return []
-    forms = [(False, False)]
+    forms = [(False, False)]  # (ordered, gaps)
     if layout.longest > 1:
         forms += [(True, False), *([(True, True)] if layout.gaps else [])]
     numbers = [min(1 << n, max_rows) for n in range((max_rows - 1).bit_length() + 1)]
-    shares = (1, 2) if layout.longest > 1 else (1,)
     has_drafts = decoding.verify is not None and decoding.verify.draft_model
-    return [
-        PlannedKind(
-            num_rows=number * layout.rows,
-            num_tokens=-(-number * layout.longest // share),
-            longest=-(-layout.longest // share),
-            ordered=ordered,
-            gaps=gaps,
-            adapts=adapts,
-            by_draft_model=by_draft_model,
-        )
-        for by_draft_model in ((False, True) if has_drafts else (False,))
-        for number in numbers
-        for share in shares
-        for ordered, gaps in forms
-        for adapts in ((False, True) if adapters else (False,))
-        if not (by_draft_model and gaps)
-    ]
+    kinds = []
+    for number, share in product(numbers, (1, 2) if layout.longest > 1 else (1,)):
+        for ordered, gaps in forms:
+            kind = PlannedKind(
+                num_rows=number * layout.rows,
+                num_tokens=-(-number * layout.longest // share),
+                longest=-(-layout.longest // share),
+                ordered=ordered,
+                gaps=gaps,
+                adapts=False,
+                by_draft_model=False,
+            )
+            kinds += [kind, replace(kind, adapts=True)] if adapters else [kind]
+            if has_drafts and not gaps:
+                kinds.append(replace(kind, by_draft_model=True))
+    return kinds
 
 
 class CapturedForward:
@@ -108,13 +111,13 @@ class CapturedForward:
         self._runner, self._kind = runner, kind
         tables_RP = state.tables_RP
         new = partial(torch.zeros, dtype=torch.int64, device=tables_RP.device)
-        # tokens that a forward lacks fill further rows, of at most `longest` tokens each
+        # padding fills further rows, of at most `longest` tokens each
         num_rows = kind.num_rows + -(-kind.num_tokens // kind.longest)
-        self._filled_K = (1 + torch.arange(num_rows, device=tables_RP.device)) * kind.longest
+        self._ends_K = (1 + torch.arange(num_rows, device=tables_RP.device)) * kind.longest  # of rows of padding alone
         self._batch = Batch(
             input_ids_T=new(kind.num_tokens),
             positions_T=new(kind.num_tokens),
-            cu_seqlens_q=F.pad(self._filled_K, (1, 0)).clamp(max=kind.num_tokens).int(),
+            cu_seqlens_q=F.pad(self._ends_K, (1, 0)).clamp(max=kind.num_tokens).int(),
             kv_lens_K=new(num_rows) + 1,
             pages_KP=new((num_rows, tables_RP.shape[1])),
             write_loc_T=new(kind.num_tokens),
@@ -131,15 +134,15 @@ class CapturedForward:
     def replay(self, batch: Batch) -> Tensor:
         """The hidden states (A, D) of a forward that fits into the graph."""
         own, num_rows, num_tokens = self._batch, len(batch.kv_lens_K), len(batch.input_ids_T)
-        assert own.live_T is not None
+        assert own.live_T is not None and batch.logits_at_A is not None
         _put(own.input_ids_T, batch.input_ids_T)
         _put(own.positions_T, batch.positions_T)
         _put(own.write_loc_T, batch.write_loc_T)
         _put(own.kv_lens_K, batch.kv_lens_K, rest=1)
         own.pages_KP.zero_()[:num_rows, : batch.pages_KP.shape[1]] = batch.pages_KP
         own.cu_seqlens_q[: num_rows + 1] = batch.cu_seqlens_q
-        rest_K = self._filled_K[: len(own.kv_lens_K) - num_rows] + num_tokens
-        own.cu_seqlens_q[num_rows + 1 :] = rest_K.clamp(max=self._kind.num_tokens)
+        padding_ends_K = num_tokens + self._ends_K[: len(self._ends_K) - num_rows]
+        own.cu_seqlens_q[num_rows + 1 :] = padding_ends_K.clamp(max=self._kind.num_tokens)
         own.live_T.zero_()[:num_tokens] = True
         for target, values in (
             (own.causal_K, batch.causal_K),
@@ -150,7 +153,7 @@ class CapturedForward:
                 _put(target, target[:0] if values is None else values)
         self._graph.replay()
         self._runner.last_batch = batch
-        return self._hidden_TD[:num_tokens] if batch.logits_at_A is None else self._hidden_TD[batch.logits_at_A]
+        return self._hidden_TD.index_select(0, batch.logits_at_A)
 
     def release(self) -> None:
         """Gives back the graph's memory and its communicator."""
