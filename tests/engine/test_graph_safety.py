@@ -497,6 +497,16 @@ def test_a_draft_models_graphs_are_captured_beside_adapters_and_released_whole(
     assert [len(runner._hidden_TD) for runner in runners if runner is not None] == [0, 0]
 
 
+def test_a_forward_of_single_tokens_is_padded_to_no_more_rows_than_tokens(
+    monkeypatch: pytest.MonkeyPatch, device: FakeDevice
+) -> None:
+    attend_by(monkeypatch, KERNELS["vllm"](FakePackages(), device))
+    served = Engine(device.move(build(**NEMOTRON).double()), SIZES)
+    served.prepare(DecodingConfig(block_size=B, **CAUSAL["ar"]))
+    captured = served._graphs._captured_forwards
+    assert {(kind.num_tokens, len(forward._batch.kv_lens_K)) for kind, forward in captured.items()} == {(1, 1), (2, 2)}
+
+
 def test_a_step_without_a_graph_runs_eagerly_and_is_counted(
     monkeypatch: pytest.MonkeyPatch, device: FakeDevice
 ) -> None:

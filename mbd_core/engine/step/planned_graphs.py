@@ -111,8 +111,8 @@ class CapturedForward:
         self._runner, self._kind = runner, kind
         tables_RP = state.tables_RP
         new = partial(torch.zeros, dtype=torch.int64, device=tables_RP.device)
-        # padding fills further rows, of at most `longest` tokens each
-        num_rows = kind.num_rows + -(-kind.num_tokens // kind.longest)
+        # a forward's rows have a token each at least; padding fills further rows, of at most `longest` tokens each
+        num_rows = kind.num_rows + -(-(kind.num_tokens - kind.num_rows) // kind.longest)
         self._ends_K = (1 + torch.arange(num_rows, device=tables_RP.device)) * kind.longest  # of rows of padding alone
         self._batch = Batch(
             input_ids_T=new(kind.num_tokens),
