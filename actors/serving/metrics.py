@@ -154,7 +154,7 @@ ENGINE_MEASURES: tuple[ExportedMeasure[EngineMeasures], ...] = (
     ExportedMeasure(
         "static_steps",
         "counter",
-        "steps of a static shape: `graph` replayed a CUDA graph, `eager` had no graph",
+        "static steps, and forwards of planned rows where these have graphs: `graph` replayed one, `eager` had none",
         lambda m: {"graph": m.replayed_steps, "eager": m.eager_steps},
         label="mode",
     ),

@@ -61,7 +61,7 @@ class EngineConfig:
     """In steps that decode blocks alone, send every slot through the model, so that a CUDA graph can be replayed;
     prompts have a forward of their own before it (default: on a GPU)."""
     graphs: bool | None = None
-    """Replay static steps as CUDA graphs, with kernels that allow it (default: on a GPU)."""
+    """Replay static steps and forwards of planned rows as CUDA graphs, where kernels allow it (default: on a GPU)."""
     overlap: bool | None = None
     """Launch a static step before the previous step's results are read, where that is safe (default: on a GPU)."""
     batch_invariant: bool = False

@@ -113,7 +113,7 @@ class Engine:
 
     @property
     def graphs(self) -> bool:
-        """Whether static steps can be replayed as CUDA graphs."""
+        """Whether steps can be replayed as CUDA graphs."""
         return self._graphs.enabled
 
     @property
@@ -122,7 +122,7 @@ class Engine:
         return self.scheduler.pool.capacity * self.page_size
 
     def graph_report(self) -> dict[str, Any]:
-        """Why there are no graphs; the number and bytes of graphs; static steps so far, replayed and eager."""
+        """Why there are no graphs; the number and bytes of graphs; steps so far, replayed and eager (`StepGraphs`)."""
         return self._graphs.report()
 
     @property

@@ -94,7 +94,7 @@ class EngineMeasures:
                      `host_pages` the pages on the host now
     step_limit       seconds that a step may take with its prompts if a sequence decodes in it
     token_seconds    seconds of a prompt token at the beginning of its prompt; 0 before chunks were measured
-    replayed_steps   static steps that ran as CUDA graphs; `eager_steps` counts the other static steps
+    replayed_steps   steps that ran as CUDA graphs; `eager_steps` counts those without a graph (`StepGraphs`)
     counts           counts of the steps; its `RecentValues` are the engine's own, for one reader to take
     """
 
