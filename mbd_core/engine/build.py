@@ -48,13 +48,12 @@ def bytes_per_page(model: ModelConfig, page_size: int, dtype: torch.dtype) -> in
 def longest_in_pages(
     model: ModelConfig, config: EngineConfig, page_size: int, draft: ModelConfig | None = None
 ) -> int:
-    """Pages of the longest possible sequence with a full buffer after it, or with a draft model's rows after it if
-    these take more."""
-    pages = -(-config.positions(model.max_positions) // page_size) + config.num_slots
-    if draft is None:
-        return pages
-    overhang = Verify().rows(draft.block_size, config.num_slots).overhang
-    return max(pages, -(-(config.positions(model.max_positions) + overhang) // page_size))
+    """Pages of the longest possible sequence with a full buffer after it, or with the rows of verified drafts after it
+    if these take more."""
+    positions = config.positions(model.max_positions)
+    block_size = (config.block_size or model.block_size) if draft is None else draft.block_size
+    overhang = Verify().rows(block_size, config.num_slots).overhang
+    return max(-(-positions // page_size) + config.num_slots, -(-(positions + overhang) // page_size))
 
 
 def fit_num_pages(

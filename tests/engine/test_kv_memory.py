@@ -2,9 +2,11 @@
 
 import pytest
 from fake_device import FREE, PEAK, TOTAL, FakeDevice, fake_device
-from small_engines import build, gist, request
+from small_engines import B, build, gist, request
 
 from mbd_core.decoding.blocks import sampling
+from mbd_core.decoding.blocks.config import DecodingConfig
+from mbd_core.decoding.blocks.verify_config import Verify
 from mbd_core.engine import build as kv_memory
 from mbd_core.engine.build import bytes_per_page, longest_in_pages
 from mbd_core.engine.config import EngineConfig
@@ -25,6 +27,15 @@ def test_a_cpu_gives_what_all_batch_rows_can_fill_and_no_more(monkeypatch: pytes
     assert engine.num_pages == 3 * longest_in_pages(model.config, SIZES, 16) + 1
     assert engine.kv_tokens == (engine.num_pages - 1) * 16
     assert len(engine.runner.cache.layers[0][0]) == engine.num_pages
+
+
+def test_the_table_has_place_for_verified_drafts_after_the_longest_prompt() -> None:
+    """Copies of masks reach into one page more than the buffer."""
+    served = Engine(build(), EngineConfig(num_pages=100, page_size=B, buffer_size=2))
+    decoding = DecodingConfig(block_size=B, buffer_size=2, verify=Verify(exact=True, store="causal"))
+    prompt = tuple(range(5, 35)) * 8 + tuple(range(5, 20))
+    last = request("last", 0, "multi", decoding=decoding, prompt=prompt, max_tokens=1)
+    assert len(prompt) + 1 == served.admission.max_length and len(served.generate([last])[0].tokens) == 1
 
 
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
