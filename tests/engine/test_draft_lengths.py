@@ -267,7 +267,7 @@ def test_the_most_tokens_a_second_are_chosen() -> None:
         (lambda positions: 1.0, (8, 8, 8), 3),  # positions are free
         (lambda positions: float(positions), (8, 8, 8), 1),  # positions are all
         (lambda positions: 100.0 + positions, (8, 8, 8), 3),
-        (lambda positions: 40.0 + positions, (8, 1, 8), 1),
+        (lambda positions: 10.0 + positions, (8, 1, 8), 1),
         (lambda positions: 40.0 + positions, (8, 8, 0), 2),
     ],
 )
