@@ -296,6 +296,7 @@ FIELDS_WITH: dict[str, tuple[str, ...]] = {
 REPLACED_BY_EXACT = ("tau_semi", "tau_m2t", "tokens_per_step", "t2t")
 OF_ONE_SLOT = ("sub_block", "carry", "t2t")
 REPLACED_BY_ENTROPY = ("tau_m2t", "tokens_per_step", "fallback")
+REPLACED_BY_SOFT = ("t2t", "entropy")
 
 
 def read_decoding(values: Mapping[str, Any]) -> DecodingConfig:
@@ -308,9 +309,9 @@ def decoding_config(defaults: Mapping[str, Any], overrides: Mapping[str, Any], *
 
     Other keys in `defaults` are ignored, because Hugging Face keeps many settings there. If the two decode by
     different methods of `FIELDS_WITH`, the method of `overrides` counts. `entropy` and the fields that it replaces
-    drop each other in the same way. If only `overrides` names `verify`, the `buffer_size` of `defaults` is MultiBD's
-    and does not count. Raises `ValueError` for an unknown key in `overrides`, and for a `block_size` that is not the
-    model's.
+    drop each other in the same way, and so do `soft` and the fields that it replaces. If only `overrides` names
+    `verify`, the `buffer_size` of `defaults` is MultiBD's and does not count. Raises `ValueError` for an unknown key
+    in `overrides`, and for a `block_size` that is not the model's.
     """
     names = [f.name for f in fields(DecodingConfig)]
     unknown = sorted(set(overrides) - set(names))
@@ -331,8 +332,10 @@ def decoding_config(defaults: Mapping[str, Any], overrides: Mapping[str, Any], *
         if isinstance(verify, Mapping) and verify.get("exact"):
             replaced = {*REPLACED_BY_EXACT, *(("tau_add",) if verify.get("slots") == "measured" else ())}
             values = {k: v for k, v in values.items() if k not in replaced}
-    if overrides.get("entropy") is not None:
-        values = {k: v for k, v in values.items() if k not in REPLACED_BY_ENTROPY}
-    elif set(overrides) & set(REPLACED_BY_ENTROPY):
-        values.pop("entropy", None)
+    named = {name for name, value in overrides.items() if value is not None}
+    for method, replaced_fields in (("entropy", REPLACED_BY_ENTROPY), ("soft", REPLACED_BY_SOFT)):
+        if method in named:
+            values = {k: v for k, v in values.items() if k not in replaced_fields}
+        elif named & set(replaced_fields):
+            values.pop(method, None)
     return read_decoding(values | dict(overrides) | {"block_size": block_size})

@@ -57,3 +57,15 @@ def test_a_request_that_names_a_method_is_not_held_to_the_defaults_of_another() 
     assert decoding_config({"canvas": {}}, {"buffer_size": 2}, block_size=4).canvas is None
     assert decoding_config({"canvas": {"tau": 0.5}}, {}, block_size=4).canvas is not None
     assert decoding_config(blockwise, {"soft": {}}, block_size=4).soft == Soft()
+
+
+def test_two_ways_to_revise_or_accept_replace_each_other() -> None:
+    """A request names one of them, and the model's own goes; `null` names none."""
+    of_models: list[dict[str, Any]] = [{"t2t": {}, "tau_m2t": 0.9}, {"entropy": {"gamma": 2.0}}]
+    for of_model in of_models:
+        assert decoding_config(of_model, {"soft": {}}, block_size=4).soft == Soft()
+    for fields in ({"t2t": {}}, {"entropy": {"gamma": 2.0}}):
+        assert decoding_config({"soft": {}}, fields, block_size=4).soft is None
+    assert decoding_config({"soft": {}}, {"t2t": None, "entropy": None}, block_size=4).soft == Soft()
+    with pytest.raises(ValueError, match="t2t and soft are two ways"):
+        decoding_config({}, {"soft": {}, "t2t": {}}, block_size=4)
