@@ -39,11 +39,15 @@ MAX_TOKENS = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """A model, its decoding, and the dtype of its engine; `None` is the comparison's dtype."""
+    """A model, its decoding, and the dtype of its engine; `None` is the comparison's dtype.
+
+    `draft_model` drafts for the model, if its decoding says so (`verify.draft_model`).
+    """
 
     model: str
     decoding: Mapping[str, Any]
     dtype: Dtype | None = None
+    draft_model: str | None = None
 
 
 ARMS = {
@@ -144,6 +148,8 @@ def run(
             decoding = dict(arm.decoding)
             if tau_m2t is not None and decoding:
                 decoding["tau_m2t"] = tau_m2t
+            if arm.draft_model is not None:
+                decoding["draft_model"] = arm.draft_model
             with LLM(arm.model, dtype=arm.dtype or dtype, max_rows=1, **decoding) as llm:
                 rows += list(answers_of(name, partial(_ask_engine, llm), questions))
         if transformers:

@@ -49,13 +49,13 @@ def test_the_first_question_is_asked_once_before_the_clock_runs() -> None:
     assert [(row.is_right, row.tokens, row.forwards) for row in rows] == [(False, 6, 2), (True, 6, 2)]
 
 
-def test_an_arm_may_compute_in_a_dtype_of_its_own(
+def test_an_arm_may_have_a_dtype_and_a_draft_model_of_its_own(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made: list[tuple[str, str]] = []
+    made: list[tuple[str, str, str | None]] = []
 
-    def engine(model: str, *, dtype: str, **_: object) -> nullcontext[None]:
-        made.append((model, dtype))
+    def engine(model: str, *, dtype: str, draft_model: str | None = None, **_: object) -> nullcontext[None]:
+        made.append((model, dtype, draft_model))
         return nullcontext()
 
     monkeypatch.setattr(mbd_core, "LLM", engine)
@@ -63,9 +63,12 @@ def test_an_arm_may_compute_in_a_dtype_of_its_own(
     monkeypatch.setattr(comparison, "ARMS", {BASE: ARMS[BASE]})
     arm = '{"int8": {"model": "a", "decoding": {}, "dtype": "%s"}}'
     assert main(["--limit", "1", "--dtype", "bfloat16", "--arms", arm % "int8"]) == 0
-    assert made == [("smollm2-135m", "bfloat16"), ("a", "int8")]
+    assert made == [("smollm2-135m", "bfloat16", None), ("a", "int8", None)]
+    drafted = '{"drafted": {"model": "a", "decoding": {}, "draft_model": "b"}}'
+    assert main(["--limit", "1", "--dtype", "bfloat16", "--arms", drafted]) == 0
+    assert made[3:] == [("a", "bfloat16", "b")]
     assert main(["--limit", "1", "--arms", arm % "int4"]) == 2
-    assert "int4" in capsys.readouterr().err and len(made) == 2
+    assert "int4" in capsys.readouterr().err and len(made) == 4
 
 
 def test_a_late_arm_that_fails_loses_no_answers(
