@@ -219,7 +219,7 @@ def _ask_engine(llm: LLM, question: str) -> ArmReply:
 
 
 def report(rows: Sequence[Answered]) -> list[str]:
-    """One table, and four sentences if the rows have all `ARMS`."""
+    """One table. Then four sentences if the rows have all `ARMS`, else the first arm beside each other one."""
     arms, tasks = list(dict.fromkeys(row.arm for row in rows)), list(dict.fromkeys(row.task for row in rows))
     lines: list[list[Cell]] = []
     for arm in arms:
@@ -229,7 +229,10 @@ def report(rows: Sequence[Answered]) -> list[str]:
     heads = ["", *(f"{task}, right (%)" for task in tasks), "all", "tokens a forward", "tokens a second"]
     of = {arm: [row for row in rows if row.arm == arm] for arm in arms}
     if not set(ARMS) <= set(of):
-        return table_lines(heads, lines, num_text=1)
+        first, *others = arms
+        whole = [other for other in others if len(of[other]) == len(of[first])]  # a kept arm may have failed midway
+        pairs = [f"- {first} alone is right in {_against(of[first], of[other], other)}." for other in whole]
+        return [*table_lines(heads, lines, num_text=1), *(["", "Exact sign tests:", "", *pairs] if pairs else [])]
     accuracy = {arm: _percent([row.is_right for row in own]) for arm, own in of.items()}
     return [
         *table_lines(heads, lines, num_text=1),

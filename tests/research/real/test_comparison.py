@@ -109,8 +109,17 @@ def test_the_sentences_say_what_the_rows_say() -> None:
     assert set(ARMS) == {r.arm for r in rows}
 
 
-def test_the_published_table_is_that_of_the_published_rows(capsys: pytest.CaptureFixture[str]) -> None:
-    comparison.main(["--report-only", str(ROOT / "research" / "published" / "real")])
+def test_other_arms_are_tested_beside_the_first() -> None:
+    row = Answered(arm="a", task="gsm-mini", is_right=False, tokens=40, forwards=40, seconds=2.0)
+    rows = [row, row, *(replace(row, arm="b", is_right=True) for _ in range(2)), replace(row, arm="cut")]
+    text = "\n".join(comparison.report(rows))
+    assert "- a alone is right in 0 and b in 2 (p = 0.500)." in text and "and cut in" not in text
+    assert "sign" not in "\n".join(comparison.report([row]))
+
+
+@pytest.mark.parametrize("folder", ["real", "real-arms"])
+def test_the_published_table_is_that_of_the_published_rows(capsys: pytest.CaptureFixture[str], folder: str) -> None:
+    comparison.main(["--report-only", str(ROOT / "research" / "published" / folder)])
     said = capsys.readouterr().out
     page = (ROOT / "research" / "README.md").read_text()
     assert all(line in page for line in said.splitlines() if line.startswith("|"))
