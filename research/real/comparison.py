@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
@@ -55,15 +56,21 @@ ARMS = {
     "SingleBD": Arm(model="smollm2-bd", decoding={"buffer_size": 1}),
     "MultiBD on the same model": Arm(model="smollm2-bd", decoding={"buffer_size": 4}),
     "MultiBD after MultiTF": Arm(model="smollm2-mbd", decoding={"buffer_size": 4}),
+    "base fine-tuned, token by token": Arm(model="smollm2-ar", decoding={}),
+    "its own answers, drafted in blocks": Arm(
+        model="smollm2-ar",
+        decoding={"method": "verified-two-sizes", "buffer_size": 2},
+        draft_model="smollm2-mbd",
+    ),
 }
-BASE, SINGLE, NAIVE, TRAINED = ARMS
+BASE, SINGLE, NAIVE, TRAINED, CONTROL, DRAFTED = ARMS
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answered:
     """An arm's answer to a question, asked without other requests: its tokens, its forwards, the request's seconds.
 
-    Published rows lack the texts, because others own them.
+    Published rows lack the texts, because others own them; a digest tells equal texts.
     """
 
     arm: str
@@ -72,6 +79,7 @@ class Answered:
     tokens: int
     forwards: int
     seconds: float
+    digest: str = ""
     question: str = ""
     wanted: str = ""
     text: str = ""
@@ -146,7 +154,7 @@ def run(
     try:
         for name, arm in chosen.items():
             decoding = dict(arm.decoding)
-            if tau_m2t is not None and decoding:
+            if tau_m2t is not None and decoding and arm.draft_model is None:
                 decoding["tau_m2t"] = tau_m2t
             if arm.draft_model is not None:
                 decoding["draft_model"] = arm.draft_model
@@ -210,6 +218,7 @@ def answers_of(arm: str, ask: Callable[[str], ArmReply], questions: Sequence[tup
             tokens=reply.tokens,
             forwards=reply.forwards,
             seconds=round(seconds, 4),
+            digest=hashlib.sha256(reply.text.encode()).hexdigest()[:16],
         )
 
 
@@ -219,7 +228,7 @@ def _ask_engine(llm: LLM, question: str) -> ArmReply:
 
 
 def report(rows: Sequence[Answered]) -> list[str]:
-    """One table. Then four sentences if the rows have all `ARMS`, else the first arm beside each other one."""
+    """One table. Then five sentences if the rows have all `ARMS`, else the first arm beside each other one."""
     arms, tasks = list(dict.fromkeys(row.arm for row in rows)), list(dict.fromkeys(row.task for row in rows))
     lines: list[list[Cell]] = []
     for arm in arms:
@@ -229,9 +238,9 @@ def report(rows: Sequence[Answered]) -> list[str]:
     heads = ["", *(f"{task}, right (%)" for task in tasks), "all", "tokens a forward", "tokens a second"]
     of = {arm: [row for row in rows if row.arm == arm] for arm in arms}
     if not set(ARMS) <= set(of):
-        first, *others = arms
-        whole = [other for other in others if len(of[other]) == len(of[first])]  # a kept arm may have failed midway
-        pairs = [f"- {first} alone is right in {_against(of[first], of[other], other)}." for other in whole]
+        # a kept arm may have failed midway
+        whole = [arm for arm in arms if len(of[arm]) == len(of[arms[0]])]
+        pairs = [f"- {whole[0]} alone is right in {_against(of[whole[0]], of[arm], arm)}." for arm in whole[1:]]
         return [*table_lines(heads, lines, num_text=1), *(["", "Exact sign tests:", "", *pairs] if pairs else [])]
     accuracy = {arm: _percent([row.is_right for row in own]) for arm, own in of.items()}
     return [
@@ -244,9 +253,14 @@ def report(rows: Sequence[Answered]) -> list[str]:
         f"({accuracy[NAIVE]} %).",
         f"After MultiTF four blocks at once give {_tps(of[TRAINED]) / _tps(of[BASE]):.2f} times the base's tokens a "
         f"second, {_tpf(of[TRAINED]):.2f} tokens a forward, and {accuracy[TRAINED]} % right answers.",
+        f"The base fine-tuned on the same samples is right in {accuracy[CONTROL]} %. MultiBD drafts its own answers "
+        f"{_tps(of[DRAFTED]) / _tps(of[CONTROL]):.2f} times as fast: "
+        f"{sum(a.digest == b.digest for a, b in zip(of[DRAFTED], of[CONTROL], strict=True))} of "
+        f"{len(of[CONTROL])} are the same, letter by letter.",
         "Of the same questions (exact sign test), MultiBD after MultiTF alone is right in "
-        f"{_against(of[TRAINED], of[NAIVE], 'MultiBD before it')}, and in "
-        f"{_against(of[TRAINED], of[SINGLE], 'SingleBD')}.",
+        f"{_against(of[TRAINED], of[NAIVE], 'MultiBD before it')}, in "
+        f"{_against(of[TRAINED], of[SINGLE], 'SingleBD')}, and in "
+        f"{_against(of[TRAINED], of[CONTROL], 'the fine-tuned base')}.",
     ]
 
 

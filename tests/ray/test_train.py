@@ -171,7 +171,7 @@ def test_a_killed_worker_costs_time_and_nothing_else(undisturbed, tiny_recipe, t
         (
             ["--recipe", "tiny-bd", "--base", "nowhere"],
             "known name; known: "
-            "ledger-bd, ledger-mbd, ledger-opd, ledger-tf, smollm2-135m, smollm2-bd, smollm2-mbd, tiny-bd",
+            "ledger-bd, ledger-mbd, ledger-opd, ledger-tf, smollm2-135m, smollm2-ar, smollm2-bd, smollm2-mbd, tiny-bd",
         ),
         (["--recipe", "tiny-bd", "--resume", "--storage", "."], "there is no run"),
     ],
