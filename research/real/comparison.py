@@ -32,6 +32,7 @@ from research.real.others import ArmReply, by_llama_cpp, by_transformers, check_
 from research.tables import table_lines
 
 if TYPE_CHECKING:
+    from jobs.api.answers import Answer
     from mbd_core import LLM
 
 KIND, ROWS = "comparison of a real model with its base", "rows.jsonl"
@@ -120,6 +121,10 @@ def run(
         dict[str, Any] | None,
         Flag('More arms, as {"control": {"model": "DIR", "decoding": {}, "dtype": "int8"}}.', MODEL, metavar="JSON"),
     ] = None,
+    only: Annotated[bool, Flag("Ask the arms of --arms alone.", MODEL)] = False,
+    at_once: Annotated[
+        int, Ge(1), Flag("Questions that an arm answers at once; above 1 its tokens a second mean nothing.", ENGINE)
+    ] = 1,
     tau_m2t: Annotated[float | None, Flag("The threshold of all arms.", DECODING, default="each folder's own")] = None,
     dtype: Annotated[Dtype, Flag("As mbd serve takes it.", ENGINE)] = "auto",
     transformers: Annotated[bool, Flag("Ask the base by transformers' generate, too.", MODEL)] = False,
@@ -146,7 +151,9 @@ def run(
         return
     if llama_cpp is not None:
         check_llama_cpp(llama_cpp)
-    chosen = {**ARMS, **{name: load(Arm, values) for name, values in (arms or {}).items()}}
+    if only and not arms:
+        raise ValueError("--only needs --arms; leave it out or name some")
+    chosen = {**({} if only else ARMS), **{name: load(Arm, values) for name, values in (arms or {}).items()}}
     if out is not None:
         check_target_folder(out, KIND, overwrite=overwrite)
     questions = drawn_questions(limit, gsm8k_folder, split)
@@ -158,8 +165,13 @@ def run(
                 decoding["tau_m2t"] = tau_m2t
             if arm.draft_model is not None:
                 decoding["draft_model"] = arm.draft_model
-            with LLM(arm.model, dtype=arm.dtype or dtype, max_rows=1, **decoding) as llm:
-                rows += list(answers_of(name, partial(_ask_engine, llm), questions))
+            with LLM(arm.model, dtype=arm.dtype or dtype, max_rows=at_once, **decoding) as llm:
+                if at_once == 1:
+                    rows += list(answers_of(name, partial(_ask_engine, llm), questions))
+                    continue
+                answers = llm.chat([row["question"] for _, row in questions], max_tokens=MAX_TOKENS)
+                for (task, row), answer in zip(questions, answers, strict=True):
+                    rows.append(answered(name, task, row, _reply(answer), seconds=0.0))
         if transformers:
             asked = by_transformers(ARMS[BASE].model, dtype, max_tokens=MAX_TOKENS)
             rows += list(answers_of("base, transformers' generate", asked, questions))
@@ -208,22 +220,30 @@ def answers_of(arm: str, ask: Callable[[str], ArmReply], questions: Sequence[tup
         began = time.perf_counter()
         reply = ask(row["question"])
         seconds = time.perf_counter() - began
-        yield Answered(
-            arm=arm,
-            task=task,
-            question=row["question"],
-            wanted=row["answer"],
-            text=reply.text,
-            is_right=GRADERS[task](row["answer"], reply.text),
-            tokens=reply.tokens,
-            forwards=reply.forwards,
-            seconds=round(seconds, 4),
-            digest=hashlib.sha256(reply.text.encode()).hexdigest()[:16],
-        )
+        yield answered(arm, task, row, reply, seconds=seconds)
+
+
+def answered(arm: str, task: str, row: Row, reply: ArmReply, *, seconds: float) -> Answered:
+    """A reply as a row; its seconds are 0 if it was asked beside others."""
+    return Answered(
+        arm=arm,
+        task=task,
+        question=row["question"],
+        wanted=row["answer"],
+        text=reply.text,
+        is_right=GRADERS[task](row["answer"], reply.text),
+        tokens=reply.tokens,
+        forwards=reply.forwards,
+        seconds=round(seconds, 4),
+        digest=hashlib.sha256(reply.text.encode()).hexdigest()[:16],
+    )
 
 
 def _ask_engine(llm: LLM, question: str) -> ArmReply:
-    answer = llm.chat(question, max_tokens=MAX_TOKENS)
+    return _reply(llm.chat(question, max_tokens=MAX_TOKENS))
+
+
+def _reply(answer: Answer) -> ArmReply:
     return ArmReply(text=answer.text, tokens=len(answer.tokens), forwards=answer.forwards)
 
 
@@ -234,10 +254,10 @@ def report(rows: Sequence[Answered]) -> list[str]:
     for arm in arms:
         own = [row for row in rows if row.arm == arm]
         right = [_percent([row.is_right for row in own if row.task == task]) for task in tasks]
-        lines.append([arm, *right, _percent([row.is_right for row in own]), f"{_tpf(own):.2f}", f"{_tps(own):.1f}"])
+        lines.append([arm, *right, _percent([row.is_right for row in own]), f"{_tpf(own):.2f}", _tps_text(own)])
     heads = ["", *(f"{task}, right (%)" for task in tasks), "all", "tokens a forward", "tokens a second"]
     of = {arm: [row for row in rows if row.arm == arm] for arm in arms}
-    if not set(ARMS) <= set(of):
+    if not set(ARMS) <= set(of) or not all(row.seconds for row in rows):
         # a kept arm may have failed midway
         whole = [arm for arm in arms if len(of[arm]) == len(of[arms[0]])]
         pairs = [f"- {whole[0]} alone is right in {_against(of[whole[0]], of[arm], arm)}." for arm in whole[1:]]
@@ -277,6 +297,10 @@ def _percent(values: Sequence[bool]) -> str:
 
 def _tpf(rows: Sequence[Answered]) -> float:
     return sum(row.tokens for row in rows) / sum(row.forwards for row in rows)
+
+
+def _tps_text(rows: Sequence[Answered]) -> str:
+    return f"{_tps(rows):.1f}" if all(row.seconds for row in rows) else ""
 
 
 def _tps(rows: Sequence[Answered]) -> float:

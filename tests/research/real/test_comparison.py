@@ -4,6 +4,7 @@ import shutil
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -70,6 +71,26 @@ def test_an_arm_may_have_a_dtype_and_a_draft_model_of_its_own(
     assert made[3:] == [("a", "bfloat16", "b")]
     assert main(["--limit", "1", "--arms", arm % "int4"]) == 2
     assert "int4" in capsys.readouterr().err and len(made) == 4
+
+
+def test_questions_may_be_asked_at_once_and_are_not_timed_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    class Engine(nullcontext):
+        def chat(self, questions: list[str], *, max_tokens: int) -> list[SimpleNamespace]:
+            return [SimpleNamespace(text="#### 5", tokens=(1, 2), forwards=1)] * len(questions)
+
+    made: list[int] = []
+    monkeypatch.setattr(mbd_core, "LLM", lambda model, *, max_rows, **_: (made.append(max_rows), Engine(None))[1])
+    monkeypatch.setattr(Engine, "__enter__", lambda engine: engine)
+    arms = '{"a": {"model": "a", "decoding": {}}, "b": {"model": "b", "decoding": {}}}'
+    argv = ["--only", "--arms", arms, "--at-once", "8", "--limit", "2", "--out", str(tmp_path / "out")]
+    assert main(argv) == 0 and made == [8, 8]
+    assert {row.arm for row in comparison.kept_rows(tmp_path / "out")} == {"a", "b"}
+    said = capsys.readouterr().out
+    assert "| a | " in said and "| 2.00 | |" in said and "a alone is right in 0 and b in 0" in said
+    assert main(["--only"]) == 2
+    assert "--only needs --arms" in capsys.readouterr().err
 
 
 def test_a_late_arm_that_fails_loses_no_answers(
