@@ -264,6 +264,8 @@ class Engine:
         self.check_idle("prepare")
         if decoding.in_buffer:
             return self._graphs.capture(self._kinds.to_capture(decoding))
+        if decoding.verify is not None and decoding.verify.draft_model and self._state.draft_runner is None:
+            return 0  # admission refuses every such request
         decoding, adapters = self.admission.in_draft_blocks(decoding), self.config.max_adapters > 0
         return self._graphs.capture((), planned_kinds(decoding, max_rows=self.config.max_rows, adapters=adapters))
 
