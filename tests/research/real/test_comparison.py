@@ -143,7 +143,7 @@ def test_other_arms_are_tested_beside_the_first() -> None:
     assert "sign" not in "\n".join(comparison.report([row]))
 
 
-@pytest.mark.parametrize("folder", ["real", "real-arms"])
+@pytest.mark.parametrize("folder", ["real", "real-arms", "real-drafted"])
 def test_the_published_table_is_that_of_the_published_rows(capsys: pytest.CaptureFixture[str], folder: str) -> None:
     comparison.main(["--report-only", str(ROOT / "research" / "published" / folder)])
     said = capsys.readouterr().out
