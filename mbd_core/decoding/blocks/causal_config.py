@@ -21,6 +21,7 @@ class PlannedRows:
 
     longest   the most positions after the stored tokens that the rows of one forward reach
     rows      the most rows of one forward
+    in_row    the most positions of one row; `None`: as many as `longest`
     gaps      whether a row's keys may lie after hidden keys (`Query.gap`)
     overhang  positions past the answer's end that its rows may reach
     seeds     known tokens that are left to the decoder's first row, because it needs the logits that follow them
@@ -31,6 +32,7 @@ class PlannedRows:
 
     longest: int
     rows: int = 1
+    in_row: int | None = None
     gaps: bool = False
     overhang: int = 0
     seeds: int = 0
@@ -92,7 +94,12 @@ class Causal:
         if self.ahead:
             copies = length * length
             return PlannedRows(
-                longest=length + copies, rows=1 + length, gaps=True, overhang=length - 1 + copies, seeds=1
+                longest=length + copies,
+                rows=1 + length,
+                in_row=length,
+                gaps=True,
+                overhang=length - 1 + copies,
+                seeds=1,
             )
         if self.context == "full":
             return PlannedRows(longest=length, store=length, grid=length, full=True)

@@ -103,6 +103,7 @@ class Verify:
         return PlannedRows(
             longest=(3 * buffer_size + 1 if self.draft_model else 2 * buffer_size) * block_size,
             rows=max(buffer_size + 1, buffer_size * (1 + (self.lead == "causal")) + self.draft_model),
+            in_row=None if self.draft_model else buffer_size * block_size,
             gaps=True,
             overhang=(buffer_size + 1) * block_size - 1,
             seeds=int(self.draft_model),

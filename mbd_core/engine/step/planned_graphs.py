@@ -90,7 +90,7 @@ def planned_kinds(decoding: DecodingConfig, *, max_rows: int, adapters: bool) ->
             kind = PlannedKind(
                 num_rows=number * layout.rows,
                 num_tokens=-(-number * layout.longest // share),
-                longest=-(-layout.longest // share),
+                longest=min(layout.in_row or layout.longest, -(-layout.longest // share)),
                 ordered=ordered,
                 gaps=gaps,
                 adapts=False,
