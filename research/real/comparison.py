@@ -248,7 +248,7 @@ def _reply(answer: Answer) -> ArmReply:
 
 
 def report(rows: Sequence[Answered]) -> list[str]:
-    """One table. Then five sentences if the rows have all `ARMS`, else the first arm beside each other one."""
+    """One table. Then five sentences if the rows have all `ARMS` and were timed, else the arms' sign tests."""
     arms, tasks = list(dict.fromkeys(row.arm for row in rows)), list(dict.fromkeys(row.task for row in rows))
     lines: list[list[Cell]] = []
     for arm in arms:
@@ -260,7 +260,10 @@ def report(rows: Sequence[Answered]) -> list[str]:
     if not set(ARMS) <= set(of) or not all(row.seconds for row in rows):
         # a kept arm may have failed midway
         whole = [arm for arm in arms if len(of[arm]) == len(of[arms[0]])]
-        pairs = [f"- {whole[0]} alone is right in {_against(of[whole[0]], of[arm], arm)}." for arm in whole[1:]]
+        pairs = [
+            f"- {one} alone is right in {_against(of[one], of[other], other)}."
+            for one, other in itertools.combinations(whole, 2)
+        ]
         return [*table_lines(heads, lines, num_text=1), *(["", "Exact sign tests:", "", *pairs] if pairs else [])]
     accuracy = {arm: _percent([row.is_right for row in own]) for arm, own in of.items()}
     return [

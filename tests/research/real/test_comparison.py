@@ -135,11 +135,12 @@ def test_the_sentences_say_what_the_rows_say() -> None:
     assert set(ARMS) == {r.arm for r in rows}
 
 
-def test_other_arms_are_tested_beside_the_first() -> None:
+def test_each_two_of_other_arms_are_tested() -> None:
     row = Answered(arm="a", task="gsm-mini", is_right=False, tokens=40, forwards=40, seconds=2.0)
-    rows = [row, row, *(replace(row, arm="b", is_right=True) for _ in range(2)), replace(row, arm="cut")]
+    rows = [row, row, *(replace(row, arm=arm, is_right=True) for arm in "bbcc"), replace(row, arm="cut")]
     text = "\n".join(comparison.report(rows))
     assert "- a alone is right in 0 and b in 2 (p = 0.500)." in text and "and cut in" not in text
+    assert "- b alone is right in 0 and c in 0 (p = 1.000)." in text
     assert "sign" not in "\n".join(comparison.report([row]))
 
 
