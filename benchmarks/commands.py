@@ -342,6 +342,9 @@ def run_modes(
     measuring.write(command_line, {"model": name}, rows=rows)
 
 
+EVERY_LAYOUTS = ("2:0", "2:2", "4:2", "4:3")
+
+
 def run_train(
     command_line: CommandText,
     *,
@@ -352,11 +355,11 @@ def run_train(
     layouts: Annotated[
         tuple[str, ...],
         Flag("Largest noise-groups, each with a number of random layouts.", DATA, metavar="G:N,...", commas=True),
-    ] = ("2:0", "2:2", "4:2", "4:3"),
+    ] = EVERY_LAYOUTS,
     length: Annotated[tuple[Annotated[int, Ge(1)], ...], Flag("Tokens of a sample.", DATA, commas=True)] = (128,),
     count: Annotated[bool, Flag("Count operations instead of measuring.", OUTPUT)] = False,
     compiled: Annotated[
-        bool, Flag("Time updates with eager layers and with compiled ones (train.compile), in turn.", OUTPUT)
+        bool, Flag("Time updates of one layout, eager and by train.compile, in turn.", OUTPUT)
     ] = False,
     lora: Annotated[int | None, Ge(1), Flag("With --compiled: train an adapter of this rank.", DATA)] = None,
     data: Annotated[
@@ -399,6 +402,8 @@ def run_train(
     cases = [{"length": tokens, "max_group": g, "num_random": n} for tokens in length for g, n in groups]
     if lora is not None and not compiled:
         raise ValueError("--lora has no effect without --compiled; leave it out or add --compiled")
+    if compiled and (count or data is not None or layouts != EVERY_LAYOUTS):
+        raise ValueError("--compiled times updates of one layout; leave out --count, --data and --layouts, or it")
     place, repeats = usable_device(measuring.device), measuring.repeats
     if not (count or data or compiled):
         attention = TrainingAttention("auto", place)

@@ -212,6 +212,9 @@ def test_compiled_updates_are_timed_beside_eager_ones(
     assert "updates of four samples on cpu" in capsys.readouterr().out
 
 
-def test_a_rank_without_compiled_updates_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_without_effect_on_updates_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench_train(["--lora", "2", "--count", "--model", "tiny"]) == 2
     assert "--lora has no effect without --compiled" in capsys.readouterr().err
+    for others in (["--count"], ["--layouts", "2:0"]):
+        assert bench_train(["--compiled", "--model", "tiny", *others]) == 2
+        assert "--compiled times updates of one layout; leave out --count" in capsys.readouterr().err
