@@ -478,9 +478,11 @@ class Admission:
         decoding = request.decoding
         self._check_prefix_cache(decoding)
         if self._model.attention == "causal":
+            field = "renoise" if "renoise" in self._model.prefix_methods else 'causal, such as {"method": "ar"}'
             raise ValueError(
                 f"{self._model.architecture} stores its keys by causal rows and decodes with "
-                f"{' or '.join(self._model.prefix_methods)}, not block by block in a buffer"
+                f"{' or '.join(self._model.prefix_methods)}, not block by block in a buffer; "
+                f"let its decoding name {field}"
             )
         if decoding.block_size != self._block_size:
             raise ValueError(f"block_size={decoding.block_size} differs from the model's {self._block_size}")
