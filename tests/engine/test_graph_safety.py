@@ -44,6 +44,7 @@ from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.step import vocab as device_vocab
 from mbd_core.engine.step.kinds import StepKind
+from mbd_core.engine.step.planned_graphs import planned_kinds
 from mbd_core.engine.step_ahead import StepPlan
 from mbd_core.models.decoder import Decoder, init_weights
 from mbd_core.models.model_config import Fp8Parts
@@ -505,6 +506,24 @@ def test_a_forward_of_single_tokens_is_padded_to_no_more_rows_than_tokens(
     served.prepare(DecodingConfig(block_size=B, **CAUSAL["ar"]))
     captured = served._graphs._captured_forwards
     assert {(kind.num_tokens, len(forward._batch.kv_lens_K)) for kind, forward in captured.items()} == {(1, 1), (2, 2)}
+
+
+def test_nothing_is_captured_for_a_draft_model_that_the_engine_lacks(
+    monkeypatch: pytest.MonkeyPatch, device: FakeDevice
+) -> None:
+    """As with a model folder whose default decoding names one: its requests are refused, and others are served."""
+    attend_by(monkeypatch, KERNELS["vllm"](FakePackages(), device))
+    assert Engine(device.move(build().double()), SIZES).prepare(drafted(2)) == 0
+
+
+def test_a_graph_has_no_longer_rows_than_its_requests() -> None:
+    """The longest row sets a kernel's tiles, whatever the reach of all rows of a request."""
+    ahead = DecodingConfig(block_size=B, **CAUSAL["linear spec ahead"])
+    verified = DecodingConfig(block_size=B, buffer_size=2, **VERIFY["verify exact"])
+    for decoding, longest in ((ahead, 3), (verified, 2 * B)):
+        assert decoding.planned is not None and decoding.planned.longest > longest
+        kinds = planned_kinds(decoding, max_rows=4, adapters=False)
+        assert max(kind.longest for kind in kinds) == longest
 
 
 def test_a_step_without_a_graph_runs_eagerly_and_is_counted(
