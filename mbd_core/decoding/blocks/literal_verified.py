@@ -17,7 +17,7 @@ A verification that accepts the drafts of a block to its end has stored it, if k
 two models (`Verify.draft_model`) a decided block leaves the running-set at once: the next draft and the next judgement
 carry its row.
 
-If the number of drafted blocks is chosen (`Verify.slots`), `choose` gives it behind each judgement, from the masks of
+If the number of drafted blocks is chosen (`Verify.slots`), `choose` gives it after each judgement, from the masks of
 each block that may be drafted. A draft before the first judgement has one block.
 """
 
@@ -99,7 +99,7 @@ def verified_multibd(
 
 
 def _chosen(decoding: LiteralDecoding, running_set: list[ResidentBlock], choose: ChooseBlocks) -> list[ResidentBlock]:
-    """The running-set with the chosen number of blocks that have masks; behind the first of these, all are masks."""
+    """The running-set with the chosen number of blocks that have masks; after the first of these, all are masks."""
     config = decoding.config
     blocks = [block for block in running_set if block.state is SlotState.TO_CACHE]
     num_final = len(blocks)

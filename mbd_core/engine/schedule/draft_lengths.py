@@ -1,7 +1,7 @@
 """How many blocks a round drafts: as many as promise the most tokens a second (`Verify.slots`).
 
 A round is a draft and its judgement. A further block costs positions in both forwards, and its tokens count only if
-all drafts before them are confirmed. So it pays behind a block that is nearly full, and with drafts that agree. Judged
+all drafts before them are confirmed. So it pays after a block that is nearly full, and with drafts that agree. Judged
 drafts give the chance that a token is confirmed, by slot; measured steps give the seconds of a forward by its
 positions. Where a draft model drafts, they give the seconds of both models.
 """
@@ -26,7 +26,7 @@ LEAST_STEPS = 16
 
 
 class ConfirmedRates:
-    """The chance that a drafted token is confirmed behind confirmed tokens, by slot; older rounds count less.
+    """The chance that a drafted token is confirmed after confirmed tokens, by slot; older rounds count less.
 
     A slot with few such tokens is expected to do as in `others`, and without them as the slot before it.
     """
@@ -38,7 +38,7 @@ class ConfirmedRates:
 
     def observe(self, slots: Sequence[PlannedSlot], ends: Collection[int]) -> None:
         """Counts a judgement, by the blocks that its forward held. A confirmed token of `ends` counts as a refusal,
-        because the answer does not have the tokens behind it either."""
+        because the answer does not have the tokens after it either."""
         confirmed, refused, has_end = list[int](), list[int](), False
         for slot in slots:
             verdict = slot.frame.verdict

@@ -24,7 +24,7 @@ TRIED_SHARE = 0.005
 LEAST_STEPS = 16
 """The steps between two tries, at least."""
 STEPS_OF_A_DRAFT = 2
-"""A draft is verified by the step behind it."""
+"""A draft is verified by the step after it."""
 
 
 @dataclass(frozen=True, kw_only=True)
