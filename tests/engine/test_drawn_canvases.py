@@ -212,7 +212,7 @@ def test_two_ranks_decode_as_one(model: Decoder, alone: list[Output], tmp_path: 
         ({"top_logprobs": 2}, r"top_logprobs cannot be given with renoise"),
         (
             {"decoding": DecodingConfig(block_size=L)},
-            r"not block by block in a buffer; let its decoding name renoise$",
+            r"decodes with renoise, not block by block in a buffer; let its decoding name renoise$",
         ),
         ({"decoding": DecodingConfig(block_size=L, buffer_size=2)}, r"decodes with renoise, not block by block"),
         ({"decoding": DecodingConfig(block_size=L, canvas=Canvas())}, r"canvas needs a model with full attention"),

@@ -187,7 +187,8 @@ def test_what_cannot_be_had_is_refused_in_a_sentence(model: Decoder) -> None:
     for changes, message in (
         (
             {"decoding": DecodingConfig(block_size=B, buffer_size=2)},
-            "decodes with ar or linear-spec or dlm, not block by block",
+            "decodes with ar or linear-spec or dlm, not block by block in a buffer; "
+            "let its decoding name causal, such as",
         ),
         ({"grammar": Grammar(syntax="regex", text="a*"), "ignore_eos": False}, "no guide follows drafts"),
         ({"frames": True}, "causal has none"),
