@@ -261,7 +261,8 @@ def report(rows: Sequence[Answered]) -> list[str]:
         # a kept arm may have failed midway
         whole = [arm for arm in arms if len(of[arm]) == len(of[arms[0]])]
         pairs = [
-            f"- {one} alone is right in {_against(of[one], of[other], other)}."
+            f"- {one} alone is right in {_against(of[one], of[other], other)}. "
+            f"{_same(of[one], of[other])} answers are the same."
             for one, other in itertools.combinations(whole, 2)
         ]
         return [*table_lines(heads, lines, num_text=1), *(["", "Exact sign tests:", "", *pairs] if pairs else [])]
@@ -277,9 +278,8 @@ def report(rows: Sequence[Answered]) -> list[str]:
         f"After MultiTF four blocks at once give {_tps(of[TRAINED]) / _tps(of[BASE]):.2f} times the base's tokens a "
         f"second, {_tpf(of[TRAINED]):.2f} tokens a forward, and {accuracy[TRAINED]} % right answers.",
         f"The base fine-tuned on the same samples is right in {accuracy[CONTROL]} %. MultiBD drafts its own answers "
-        f"{_tps(of[DRAFTED]) / _tps(of[CONTROL]):.2f} times as fast: "
-        f"{sum(a.digest == b.digest for a, b in zip(of[DRAFTED], of[CONTROL], strict=True))} of "
-        f"{len(of[CONTROL])} are the same, letter by letter.",
+        f"{_tps(of[DRAFTED]) / _tps(of[CONTROL]):.2f} times as fast: {_same(of[DRAFTED], of[CONTROL])} are the same, "
+        "letter by letter.",
         "Of the same questions (exact sign test), MultiBD after MultiTF alone is right in "
         f"{_against(of[TRAINED], of[NAIVE], 'MultiBD before it')}, in "
         f"{_against(of[TRAINED], of[SINGLE], 'SingleBD')}, and in "
@@ -292,6 +292,11 @@ def _against(first: Sequence[Answered], second: Sequence[Answered], other: str) 
     pairs = zip(first, second, strict=True)
     wins, losses = wins_and_losses((str(i), int(a.is_right) - int(b.is_right)) for i, (a, b) in enumerate(pairs))
     return f"{wins} and {other} in {losses} (p {p_text(sign_test(wins, losses), equals='= ')})"
+
+
+def _same(first: Sequence[Answered], second: Sequence[Answered]) -> str:
+    """How many of two arms' answers have the same text."""
+    return f"{sum(a.digest == b.digest for a, b in zip(first, second, strict=True))} of {len(first)}"
 
 
 def _percent(values: Sequence[bool]) -> str:

@@ -137,10 +137,12 @@ def test_the_sentences_say_what_the_rows_say() -> None:
 
 def test_each_two_of_other_arms_are_tested() -> None:
     row = Answered(arm="a", task="gsm-mini", is_right=False, tokens=40, forwards=40, seconds=2.0)
-    rows = [row, row, *(replace(row, arm=arm, is_right=True) for arm in "bbcc"), replace(row, arm="cut")]
+    rows = [row, row, *(replace(row, arm=arm, is_right=True) for arm in "bbc"), replace(row, arm="cut")]
+    rows.insert(5, replace(row, arm="c", is_right=True, digest="another text"))
     text = "\n".join(comparison.report(rows))
-    assert "- a alone is right in 0 and b in 2 (p = 0.500)." in text and "and cut in" not in text
-    assert "- b alone is right in 0 and c in 0 (p = 1.000)." in text
+    assert "- a alone is right in 0 and b in 2 (p = 0.500). 2 of 2 answers are the same." in text
+    assert "and cut in" not in text
+    assert "- b alone is right in 0 and c in 0 (p = 1.000). 1 of 2 answers are the same." in text
     assert "sign" not in "\n".join(comparison.report([row]))
 
 
