@@ -38,7 +38,7 @@ LEDGER_RL = RLRecipe(
 )
 """LightningRL's reward, groups and objective, on the states of a MultiBD rollout, for a small model.
 
-The learning rate is the best of four on held-out problems after 5 of these 30 iterations (research/README.md).
+The learning rate is the best of four on held-out problems after 5 of these 30 iterations (research/rl).
 """
 
 TINY_RL = replace(
@@ -84,7 +84,7 @@ LEDGER_OPD = replace(
 """10,240 answers of `ledger-mbd`, taught by the same weights at one slot: the shipped model `ledger-opd`.
 
 The learning rate falls to 0: at a constant rate a model ends in the noise of its last updates. Its gain is in
-research/README.md.
+research/rl/README.md.
 """
 
 RL_RECIPES = {recipe.name: recipe for recipe in (LEDGER_RL, LEDGER_OPD, TINY_RL, TINY_OPD)}

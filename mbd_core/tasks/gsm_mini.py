@@ -2,7 +2,7 @@
 
 A problem is a short chain of steps over one running count. Its *key* (the verbs and numbers, without the names and
 things) decides the split, so no test problem occurs in training with another name or other things. The same numbers
-may occur in training with another verb of the same meaning (research/README.md has the frequency).
+may occur in training with another verb of the same meaning (research/ledger/gsm_mini.md has the frequency).
 """
 
 import random

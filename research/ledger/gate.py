@@ -40,7 +40,7 @@ def run(
     seed: Seed = 0,
     threads: OwnThreads = None,
 ) -> int:
-    """Whether a model leaves room for the study on ledger-mini (research/README.md); exit code 1 if it does not.
+    """Whether a model leaves room for the study on ledger-mini (research/ledger); exit code 1 if it does not.
 
     SingleBD must have an accuracy of 70 to 92 %, at least 4 decoding forwards a block, and fewer than 20 % of the
     answers at the least possible number of forwards.

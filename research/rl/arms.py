@@ -1,4 +1,4 @@
-"""The arms of the study of reinforcement learning on ledger-mini, as recipes; research/README.md states its claims.
+"""The arms of the study of reinforcement learning on ledger-mini, as recipes; research/rl/README.md states its claims.
 
 mbd rl --recipe research/rl/arms.py:A --seed 1 --storage out/rl --run-name A-1
 

@@ -1,4 +1,4 @@
-"""Arms of ten and a hundred thousand answers of ledger-mini, as recipes; research/README.md has their claims."""
+"""Arms of ten and a hundred thousand answers of ledger-mini, as recipes; research/rl/README.md has their claims."""
 
 from dataclasses import replace
 

@@ -76,7 +76,7 @@ def run(
     threads: OwnThreads = None,
     report_only: Annotated[bool, Flag("Write the report again, from the rows that are there.", OUTPUT)] = False,
 ) -> None:
-    """Train the arms of the study of reinforcement learning, evaluate them, and judge its claims (research/README.md).
+    """Train the arms of the study of reinforcement learning, evaluate them, and judge its claims (research/rl).
 
     The same command computes what is missing. If it runs twice at once, both share the work.
     """

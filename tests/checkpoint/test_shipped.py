@@ -77,7 +77,7 @@ def as_json(recipe: TrainingRecipe | RLRecipe) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_solves_unseen_problems(name: str) -> None:
-    """A smoke test of weights, tokenizer and engine together; research/README.md has the measurement."""
+    """A smoke test of weights, tokenizer and engine together; research/ledger has the measurement."""
     loaded = load_engine(model_folder(name), EngineConfig(max_rows=24))
     task, max_tokens = (ledger_mini, 192) if name.startswith("ledger") else (gsm_mini, 112)
     least = {"ledger-bd": 14, "ledger-mbd": 10}.get(name, 19)

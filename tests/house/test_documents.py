@@ -21,15 +21,16 @@ from mbd_core.serving.tokens.load import load_engine
 from research.__main__ import COMMANDS as STUDIES
 
 ROOT = Path(__file__).resolve().parents[2]
-ROOMS = ("", "benchmarks/", "benchmarks/capacity/", "k8s/", "research/", "research/block_batch/")
 DOCUMENTS = [
-    *(ROOT / f"{room}README.md" for room in ROOMS),
-    *sorted((ROOT / "docs").rglob("*.md")),
+    ROOT / "README.md",
+    *(path for room in ("benchmarks", "docs", "k8s") for path in sorted((ROOT / room).rglob("*.md"))),
+    *sorted(path for path in (ROOT / "research").rglob("*.md") if "published" not in path.parts),
 ]
 ROOTS = "mbd_core|actors|cluster|jobs|benchmarks|research|tests|docs|k8s"
 NAMED = re.compile(rf"(?<![\w/.-])((?:{ROOTS})/[\w/.-]*\w)")
 MODULE = re.compile(r"(?:from|-m) (mbd_core(?:\.\w+)+)")
-LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+LINK = re.compile(r"\]\(([^)#:]*)(?:#([^)]*))?\)")
+HEADING = re.compile(r"^#+ (.+)", re.MULTILINE)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
@@ -40,8 +41,17 @@ def test_files_modules_and_links_exist(document: Path) -> None:
     for name in MODULE.findall(text):
         path = ROOT / name.replace(".", "/")
         assert path.with_suffix(".py").is_file() or path.is_dir(), f"{document.name} names {name}"
-    for link in LINK.findall(text):
-        assert (document.parent / link).exists(), f"{document.name} links to {link}"
+    for link, anchor in LINK.findall(text):
+        target = document.parent / link if link else document
+        assert target.exists(), f"{document.name} links to {link}"
+        assert not anchor or anchor in anchors(target), f"{document.name} links to {link}#{anchor}"
+
+
+def anchors(document: Path) -> set[str]:
+    """A page's own anchors, and those that a hub gives its headings: small letters, hyphens for spaces."""
+    text = document.read_text()
+    heads = {re.sub(r"[^\w -]", "", head).replace(" ", "-").lower() for head in HEADING.findall(text)}
+    return heads | set(re.findall(r'<a id="([^"]+)">', text))
 
 
 SOURCES = sorted(

@@ -176,8 +176,8 @@ def num_masked(ratio: float, num_maskable: int, rounding: Rounding, *, slack: fl
 
     With `floor` and `t_eff < 1` no block is ever fully masked, although decoding starts every block fully masked;
     `ceil` makes the count uniform on 1..num_maskable for a uniform ratio. Small blocks need `ceil`
-    (research/README.md). A product within `slack` of a whole number counts as that number. `nearest` rounds half to
-    even.
+    (research/ledger/gsm_mini.md). A product within `slack` of a whole number counts as that number. `nearest`
+    rounds half to even.
     """
     exact = ratio * num_maskable
     if rounding == "nearest":

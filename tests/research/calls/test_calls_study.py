@@ -113,5 +113,5 @@ def test_bad_folders_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_the_page_has_the_arms_of_the_published_rows() -> None:
     root = Path(report.__file__).resolve().parents[2]
     lines = report.report(*report.kept(root / "research/published/calls"))
-    page = (root / "research/README.md").read_text(encoding="utf-8")
+    page = (root / "research/calls/README.md").read_text(encoding="utf-8")
     assert page.split("<!-- calls -->\n")[1].split("<!-- end -->")[0].splitlines() == lines[: lines.index("")]

@@ -56,7 +56,7 @@ def test_each_of_its_numbers_can_fail_it(right: int, changes: dict[str, Any], fa
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", ["0", "1"])
 def test_the_shipped_base_leaves_room(seed: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The command of research/README.md, for SingleBD alone."""
+    """The command of research/ledger/README.md, for SingleBD alone."""
     assert ledger_gate.main(["--model", "ledger-bd", "--problems", "500", "--seed", seed]) == 0
     assert "the gate is met" in capsys.readouterr().out
 
