@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from llguidance import LLTokenizer
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from mbd_core.checkpoint.safetensor_files import read_json
 from mbd_core.decoding.grammar.guide import Grammars
@@ -42,11 +42,11 @@ def load_tokenizer(folder: Path, config: ModelConfig) -> "PreTrainedTokenizerBas
 
 def _tokenizer_kind(folder: Path) -> Any:
     """The class that loads a folder's tokenizer, never running code from the checkpoint."""
-    # imported here: it takes as long as importing torch, and tensor-parallel followers need no tokenizer
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
-
     if (folder / "tokenizer.json").exists():
         return PreTrainedTokenizerFast  # tokenizer.json is the whole tokenizer
+    # imported here: the other classes take half a second to import, and most folders need none of them
+    from transformers import AutoTokenizer, Qwen2Tokenizer
+
     settings = folder / "tokenizer_config.json"
     if settings.exists() and read_json(settings).get("tokenizer_class") == "DreamTokenizer":
         return Qwen2Tokenizer  # DreamTokenizer is Qwen2's tokenizer under another name
