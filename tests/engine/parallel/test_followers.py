@@ -10,12 +10,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from small_groups import LIMIT, break_off, gone
+from small_groups import LIMIT, gone
 
 from mbd_core.engine.parallel.followers import Followers
 
-ENGINE = "start_parallel(Path(sys.argv[1]), EngineConfig(max_rows=1, num_pages=8), size=2).followers"
-ASLEEP = "Followers(time.sleep, [(600,)])"
+ENGINE = """
+from mbd_core.engine.config import EngineConfig
+from mbd_core.engine.parallel.leader import start_parallel
+followers = start_parallel(Path(sys.argv[1]), EngineConfig(max_rows=1, num_pages=8), size=2).followers
+"""
+ASLEEP = """
+from mbd_core.engine.parallel.followers import Followers
+followers = Followers(time.sleep, [(600,)])
+"""
 
 
 @pytest.mark.parametrize("followers", [ENGINE, ASLEEP], ids=["engine", "no group at all"])
@@ -25,10 +32,7 @@ def test_followers_end_with_a_killed_leader(folders: dict[str, Path], followers:
     script = f"""
 import sys, time
 from pathlib import Path
-from mbd_core.engine.config import EngineConfig
-from mbd_core.engine.parallel.followers import Followers
-from mbd_core.engine.parallel.leader import start_parallel
-followers = {followers}
+{followers}
 print(*followers.pids, flush=True)
 time.sleep(600)
 """
@@ -45,9 +49,9 @@ time.sleep(600)
     assert gone(pid)
 
 
-def sleep_when_started(sign: Path) -> None:
-    sign.touch()
-    time.sleep(600)
+# What followers run here is no function of a module of the tests: importing that takes seconds in each process.
+SLEEP_WHEN_STARTED = "import pathlib, time; pathlib.Path({!r}).touch(); time.sleep(600)"
+BREAK_OFF = "raise OSError('no such device')"
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -60,7 +64,8 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def test_followers_outlive_the_thread_that_started_them_and_a_terminal_s_ctrl_c(tmp_path: Path) -> None:
     signs = [tmp_path / "1", tmp_path / "2"]
     started: list[Followers] = []
-    thread = threading.Thread(target=lambda: started.append(Followers(sleep_when_started, [(s,) for s in signs])))
+    programs = [(SLEEP_WHEN_STARTED.format(str(sign)),) for sign in signs]
+    thread = threading.Thread(target=lambda: started.append(Followers(exec, programs)))
     thread.start()
     thread.join()
     (followers,) = started
@@ -77,7 +82,7 @@ def test_followers_outlive_the_thread_that_started_them_and_a_terminal_s_ctrl_c(
 
 
 def test_a_reason_is_told_as_often_as_it_is_asked_for() -> None:
-    followers = Followers(break_off, [()])
+    followers = Followers(exec, [(BREAK_OFF,)])
     try:
         reasons = {followers.failure(wait=LIMIT) for _ in range(3)}
     finally:
