@@ -81,6 +81,7 @@ def test_places_are_checked(folders: dict[str, Path]) -> None:
         rank_of(0, 2, 0, timeout=0)
 
 
+@pytest.mark.usefixtures("warm_followers")
 def test_a_missing_rank_is_an_error_and_the_process_can_start_another_group(folders: dict[str, Path]) -> None:
     store = open_store("127.0.0.1", size=2, timeout=1)
     with pytest.raises(RankLost, match=r"within 1 s: 1 arrived"):

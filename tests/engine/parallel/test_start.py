@@ -52,6 +52,7 @@ def run_out_of_memory(folder: Path, rank: Rank, dtype: torch.dtype | None, fp8: 
     raise MemoryError("no room for pages")
 
 
+@pytest.mark.usefixtures("warm_followers")
 @pytest.mark.parametrize("when", ["before it joins", "loading", "building its engine"])
 def test_a_rank_that_cannot_start_is_one_sentence_at_once_and_leaves_nobody(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
