@@ -1,7 +1,6 @@
 """Samples of generated data: written once on a machine, read by all of its workers, the same as by one alone."""
 
 import json
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from mbd_core.checkpoint.chat import chat_prompt, question
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.tokenizer import load_tokenizer
-from mbd_core.multitf.data.prepared import BATCH, PreparedExamples, TinyData, conversations, write_conversations
+from mbd_core.multitf.data import prepared
+from mbd_core.multitf.data.prepared import PreparedExamples, TinyData, conversations, write_conversations
 from mbd_core.multitf.step.workers import ALONE
 
 SECONDS = 120
@@ -56,15 +56,20 @@ def test_a_full_disk_is_one_sentence_with_a_way_out() -> None:
     assert not folders[0].exists()
 
 
-def test_the_samples_are_the_conversations_in_their_order(tokenizer: PreTrainedTokenizerBase) -> None:
-    data = TinyData(per_task=BATCH)  # of two tasks: two batches
+def test_the_samples_are_the_conversations_in_their_order(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = 64
+    monkeypatch.setattr(prepared, "BATCH", batch)
+    data = TinyData(per_task=batch)  # of two tasks: two batches
     with ALONE.folder_of_machine(
         lambda folder: write_conversations(folder, tokenizer, data, block_size=8, max_length=512)
     ) as folder:
         examples = PreparedExamples(folder, block_size=8, max_length=512)
-    assert not folder.exists() and len(examples) == 2 * BATCH
-    for number in (0, 1, BATCH - 1, BATCH, 2 * BATCH - 1):
-        user, answer = next(islice(conversations(data), number, None))
+    assert not folder.exists() and len(examples) == 2 * batch
+    pairs = list(conversations(data))
+    for number in (0, 1, batch - 1, batch, 2 * batch - 1):
+        user, answer = pairs[number]
         prompt = chat_prompt(tokenizer, question(user))
         response = tokenizer(answer, add_special_tokens=False)["input_ids"]
         fill = -(len(prompt) + len(response) + 1) % 8 + 1
