@@ -236,35 +236,34 @@ def test_a_run_goes_on_with_two_workers_and_then_with_one(tiny_recipe: TrainingR
     assert losses(one, "one") == pytest.approx(whole, rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("file", "kept", "named"),
-    [
-        (MARKER, "{", f"{MARKER} is cut or damaged"),
-        (MARKER, '{"a": 1}', f"{MARKER} is cut or damaged"),
-        (MARKER, "[]", f"{MARKER} is cut or damaged"),
-        (".metadata", "x", ".metadata is cut or damaged"),
-        (".metadata", None, ".metadata is missing"),
-        ("__0_0.distcp", "x", "__0_0.distcp is cut: 1 of "),
-        ("__0_0.distcp", None, "__0_0.distcp is missing"),
-    ],
+DAMAGES = (  # a file of a checkpoint, what is left of it, and what the error says
+    (MARKER, "{", f"{MARKER} is cut or damaged"),
+    (MARKER, '{"a": 1}', f"{MARKER} is cut or damaged"),
+    (MARKER, "[]", f"{MARKER} is cut or damaged"),
+    (".metadata", "x", ".metadata is cut or damaged"),
+    (".metadata", None, ".metadata is missing"),
+    ("__0_0.distcp", "x", "__0_0.distcp is cut: 1 of "),
+    ("__0_0.distcp", None, "__0_0.distcp is missing"),
 )
-def test_a_damaged_checkpoint_is_named_and_what_to_do(
-    file: str, kept: str | None, named: str, recipe: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+
+
+def test_a_damaged_checkpoint_is_named_and_what_to_do(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--recipe", recipe, "--steps", "2", "--checkpoints", "run", "--every", "1", "--overwrite"]
     assert run.main(options) == 0
     damaged = Path("run/step_000002")
-    if kept is None:
-        (damaged / file).unlink()
-    else:
-        (damaged / file).write_text(kept)
-    assert run.main(options) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert f"the checkpoint {Path.cwd()}/run/step_000002 cannot be read: {named}" in error
-    assert error.endswith("remove that folder to go on from step_000001")
-    for path in damaged.iterdir():
-        path.unlink()
-    damaged.rmdir()
+    for file, kept, named in DAMAGES:
+        path = damaged / file
+        whole = path.read_bytes()
+        if kept is None:
+            path.unlink()
+        else:
+            path.write_text(kept)
+        assert run.main(options) == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert f"the checkpoint {Path.cwd()}/run/step_000002 cannot be read: {named}" in error
+        assert error.endswith("remove that folder to go on from step_000001")
+        path.write_bytes(whole)
+    shutil.rmtree(damaged)
     assert run.main(options) == 0
 
 
