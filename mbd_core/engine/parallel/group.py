@@ -294,10 +294,11 @@ def _wait_for_all(store: dist.TCPStore, rank: Rank) -> None:
 def sized_alike(model: Decoder, config: EngineConfig, group: Group) -> EngineConfig:
     """`config` with the number of pages that all ranks use; every rank calls it with its shard.
 
-    Ranks on CPUs divide one machine's memory. Raises `ValueError` if no page fits beside the shard.
+    Ranks on CPUs divide one machine's memory. Raises `ValueError` on all ranks if no page fits beside a shard.
     """
     if config.num_pages is not None:
         return config
     if group.rank.kind == "cpu":
         config = replace(config, kv_memory_fraction=config.kv_memory_fraction / group.rank.size)
-    return replace(config, num_pages=group.least(fitting_pages(model, config)))
+    num_pages = group.agree(lambda: fitting_pages(model, config))  # else the others would wait for this rank's number
+    return replace(config, num_pages=group.least(num_pages))
