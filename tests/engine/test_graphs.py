@@ -2,16 +2,19 @@
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
-from small_engines import MASK, B, build, engine, gist, request
+from small_engines import MASK, VERIFY, B, build, engine, gist, request
 
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Request
+from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.decoding.blocks.work import WORK_NAMES, StepWork
+from mbd_core.decoding.canvas import unmasking
+from mbd_core.decoding.canvas.plan import OpenLogits
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.step.batch import Batch
 from mbd_core.engine.step.kinds import StepKinds
@@ -117,6 +120,25 @@ def test_logits_in_chunks_are_all_logits(monkeypatch: pytest.MonkeyPatch, static
     chunked = engine(model, **settings)
     assert chunked._state.logits_chunk == B < whole._state.logits_chunk
     assert [gist(o)[0] for o in chunked.generate(batch)] == [gist(o)[0] for o in whole.generate(batch)]
+
+
+def test_planned_logits_that_are_read_in_parts_are_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scores of a large batch would take several times the memory of its logits."""
+    read, together = unmasking._read, list[int]()
+
+    def spy(parts: Sequence[OpenLogits]) -> torch.Tensor:
+        together.append(sum(part.logits_PV.numel() > 0 for part in parts))
+        return read(parts)
+
+    monkeypatch.setattr(unmasking, "_read", spy)
+    model, decoding = build().double(), DecodingConfig(block_size=B, **VERIFY["verify score"])
+    batch = [request(f"r{i}", i, "multi", decoding=decoding, sampling=Sampling(), max_tokens=12) for i in range(4)]
+    whole = [gist(o)[0] for o in engine(model, batch_invariant=False).generate(batch)]
+    assert max(together) > 1
+    together.clear()
+    monkeypatch.setattr(unmasking, "READ_AT_ONCE", 1)
+    assert [gist(o)[0] for o in engine(model, batch_invariant=False).generate(batch)] == whole
+    assert max(together) == 1
 
 
 def test_the_kinds_worth_a_graph_are_few_and_one_of_them_serves_any_request() -> None:

@@ -6,6 +6,7 @@ Shape legend: P open positions, ascending, V vocabulary.
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -29,6 +30,9 @@ from mbd_core.decoding.blocks.verification import judge
 from mbd_core.decoding.canvas.lane import Lane
 from mbd_core.decoding.canvas.plan import CanvasTask, CanvasUpdate, Guesses, OpenLogits
 
+READ_AT_ONCE = 2**26
+"""Logits that are read together, or those of one request if it has more: 256 MiB in float32, of which reading makes
+several copies."""
 # Noise of a position is drawn with one of these ids, which no token has.
 RANDOM_SCORE, RANDOM_RANK, RANDOM_TURN = -1, -2, -3
 
@@ -122,9 +126,12 @@ def guess(parts: Sequence[OpenLogits]) -> list[Guesses]:
 
     Margin and negative entropy are of the model's own distribution, whatever the temperature.
     """
-    groups: dict[str | int, list[int]] = {}
+    groups: dict[tuple[str | int, int], list[int]] = {}
+    num_logits = Counter[str | int]()
     for number, part in enumerate(parts):
-        groups.setdefault(part.kind or number, []).append(number)
+        kind = part.kind or number
+        groups.setdefault((kind, num_logits[kind] // READ_AT_ONCE), []).append(number)
+        num_logits[kind] += part.logits_PV.numel()
     read = [_read([parts[number] for number in group]) for group in groups.values()]
     host = torch.cat(read, dim=-1).cpu()
     tokens, confidence, score = host[0].long().numpy(), host[1].numpy(), host[2].numpy()
