@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from mbd_core.checkpoint.folder import ModelFolder
+    from mbd_core.models.model_config import ModelConfig
 
 DISTRIBUTION = "mbd-cluster"
 SWITCHES_ON = {
@@ -206,9 +207,11 @@ def model_needs(endpoint: EndpointArgs, obstacles: list[str]) -> Iterator[Table]
     from mbd_core.checkpoint.config import eos_origin
     from mbd_core.checkpoint.folder import read_folder
     from mbd_core.engine.parallel.leader import check_size
+    from mbd_core.serving.tokens.draft_folder import read_draft
     from mbd_core.serving.tokens.load import default_device, engine_dtype
 
-    folder = read_folder(Path(endpoint.model))
+    folder, draft_folder = read_folder(Path(endpoint.model)), read_draft(endpoint.engine)
+    draft = None if draft_folder is None else draft_folder.config
     device, config, ranks = default_device(), folder.config, endpoint.tensor_parallel
     dtype = engine_dtype(endpoint.engine.dtype, folder, device)
     wide = torch.float32 if dtype == torch.int8 else dtype
@@ -232,12 +235,12 @@ def model_needs(endpoint: EndpointArgs, obstacles: list[str]) -> Iterator[Table]
     )
     try:
         check_size(config, ranks, device=device.type)
-        yield kernels(folder, endpoint, device, wide)
+        yield kernels(folder, draft, endpoint, device, wide)
     except ValueError as error:
         obstacles.append(str(error))
     weights, weight_bytes = weights_by_precision(folder, endpoint, device, dtype)
     yield weights
-    yield kv_memory(folder, endpoint, device, wide, weight_bytes, obstacles)
+    yield kv_memory(folder, draft, endpoint, device, wide, weight_bytes, obstacles)
 
 
 def adaptations(folder: ModelFolder) -> list[tuple[str, str]]:
@@ -255,7 +258,9 @@ def _token_text(folder: ModelFolder, token: int) -> str:
     return f"{folder.tokenizer.convert_ids_to_tokens(token)} ({token})"
 
 
-def kernels(folder: ModelFolder, endpoint: EndpointArgs, device: torch.device, dtype: torch.dtype) -> Table:
+def kernels(
+    folder: ModelFolder, draft: ModelConfig | None, endpoint: EndpointArgs, device: torch.device, dtype: torch.dtype
+) -> Table:
     """The chosen kernels, and for each other kernel the reason it was not chosen."""
     from mbd_core.engine.build import attention_kernel
     from mbd_core.engine.step.graphs import graphs_obstacle
@@ -263,8 +268,12 @@ def kernels(folder: ModelFolder, endpoint: EndpointArgs, device: torch.device, d
 
     config, engine = folder.config.sharded(endpoint.tensor_parallel), endpoint.engine
     page_size = engine.resolve_page_size(engine.block_size or config.block_size)
-    attention = attention_kernel(config, device, dtype, page_size, engine.attention)
-    chosen: list[tuple[str, Any]] = [("attention", attention)]
+    attentions = [
+        attention_kernel(each, device, dtype, page_size, engine.attention)
+        for each in (config, draft)
+        if each is not None
+    ]
+    chosen: list[tuple[str, Any]] = list(zip(("attention", "draft model's attention"), attentions, strict=False))
     if config.moe is not None:
         expert_size, hidden_size = config.moe.intermediate_size, config.hidden_size
         gelu = config.gemma is not None
@@ -275,7 +284,7 @@ def kernels(folder: ModelFolder, endpoint: EndpointArgs, device: torch.device, d
         rows.append([kind, kernel.name, True, None])
         rows += [[kind, name, False, reason] for name, reason in kernel.reasons.items()]
     static = device.type == "cuda" if engine.static_shapes is None else engine.static_shapes
-    obstacle = graphs_obstacle(engine, attention, device, static_shapes=static)
+    obstacle = graphs_obstacle(engine, attentions, device, static_shapes=static)
     rows.append(["decode step", "CUDA graphs", obstacle is None, obstacle])
     return Table(title="kernels", columns=("of", "kernel", "chosen", "why not"), rows=rows)
 
@@ -313,6 +322,7 @@ def weights_by_precision(
 
 def kv_memory(
     folder: ModelFolder,
+    draft: ModelConfig | None,
     endpoint: EndpointArgs,
     device: torch.device,
     dtype: torch.dtype,
@@ -323,12 +333,9 @@ def kv_memory(
     import torch
 
     from mbd_core.checkpoint.loading import planned_bytes
-    from mbd_core.engine.build import bytes_per_page, longest_in_pages, pages_within
+    from mbd_core.engine.num_pages import bytes_per_page, longest_in_pages, pages_within
     from mbd_core.ops.machine import free_host_memory
-    from mbd_core.serving.tokens.draft_folder import read_draft
 
-    draft_folder = read_draft(endpoint.engine)
-    draft = None if draft_folder is None else draft_folder.config
     ranks, engine = endpoint.tensor_parallel, endpoint.engine
     config, total = folder.config.sharded(ranks), None
     page_size = engine.resolve_page_size(engine.block_size or config.block_size)

@@ -29,7 +29,7 @@ from mbd_core.engine.schedule.scheduler import Scheduler
 from mbd_core.engine.sequences.admission import AdmittedRequest, RequestRefused, compile_guide
 from mbd_core.engine.sequences.sequence import SequenceState
 from mbd_core.engine.step.decode import decode_step, run_eagerly, store_step
-from mbd_core.engine.step.kinds import StepKind
+from mbd_core.engine.step.kinds import StepKind, row_limits
 from mbd_core.engine.step.planned_graphs import planned_kinds
 from mbd_core.engine.step.report import HostCopy, StepReport
 from mbd_core.engine.step.routed_experts import experts_of
@@ -264,9 +264,13 @@ class Engine:
         self.check_idle("prepare")
         if decoding.in_buffer:
             return self._graphs.capture(self._kinds.to_capture(decoding))
-        if decoding.verify is not None and decoding.verify.draft_model and self._state.draft_runner is None:
-            return 0  # admission refuses every such request
         decoding, adapters = self.admission.in_draft_blocks(decoding), self.config.max_adapters > 0
+        draft_runner = self._state.draft_runner
+        lacks_draft = decoding.verify is not None and decoding.verify.draft_model and draft_runner is None
+        draft = None if draft_runner is None else draft_runner.model.config
+        limits = row_limits(self.model.config, self.config, self.page_size, draft)
+        if lacks_draft or (decoding.planned is not None and decoding.planned.longest > limits.positions):
+            return 0  # admission refuses every such request
         return self._graphs.capture((), planned_kinds(decoding, max_rows=self.config.max_rows, adapters=adapters))
 
     @on_all_ranks

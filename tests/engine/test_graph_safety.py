@@ -12,7 +12,7 @@ import pytest
 import torch
 from expert_layers import cut_tiles
 from fake_attention import FakePackages, sequences
-from fake_device import FakeDevice, Graph, OnDevice, fake_device
+from fake_device import FREE, PEAK, TOTAL, FakeDevice, Graph, OnDevice, fake_device
 from small_engines import (
     BLOCKWISE,
     CAUSAL,
@@ -34,17 +34,23 @@ from torch.nn import functional as F
 
 from benchmarks.gpu.step_nodes import CUDA
 from benchmarks.step_timing import StepCase, filled_engine, measure_host, measure_step
+from mbd_core.decoding.blocks import sampling
+from mbd_core.decoding.blocks.causal_config import Causal
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.blocks.sampling_config import Sampling
+from mbd_core.decoding.blocks.verify_config import Verify
 from mbd_core.decoding.blocks.work import WORK_NAMES
 from mbd_core.engine import build as build_module
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
+from mbd_core.engine.num_pages import bytes_per_page
+from mbd_core.engine.sequences.admission import RequestRefused
 from mbd_core.engine.step import vocab as device_vocab
 from mbd_core.engine.step.kinds import StepKind
 from mbd_core.engine.step.planned_graphs import planned_kinds
+from mbd_core.engine.step.runner import ModelRunner
 from mbd_core.engine.step_ahead import StepPlan
 from mbd_core.models.decoder import Decoder, init_weights
 from mbd_core.models.model_config import Fp8Parts
@@ -514,6 +520,118 @@ def test_nothing_is_captured_for_a_draft_model_that_the_engine_lacks(
     """As with a model folder whose default decoding names one: its requests are refused, and others are served."""
     attend_by(monkeypatch, KERNELS["vllm"](FakePackages(), device))
     assert Engine(device.move(build().double()), SIZES).prepare(drafted(2)) == 0
+
+
+def watch_sizes(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, bool], int]:
+    """The most tokens of a forward so far and the most positions of one product of logits, by whether the model is the
+    small one."""
+    found: dict[tuple[str, bool], int] = {}
+
+    def watch(name: str, size: Callable[..., int]) -> None:
+        method = getattr(ModelRunner, name)
+
+        def watched(runner: ModelRunner, x: Any, **options: Any) -> Tensor:
+            key = name, runner.model.config.num_layers == small_model().config.num_layers
+            found[key] = max(found.get(key, 0), size(x))
+            result: Tensor = method(runner, x, **options)
+            return result
+
+        monkeypatch.setattr(ModelRunner, name, watched)
+
+    watch("forward", lambda batch: len(batch.input_ids_T))
+    watch("logits", len)
+    return found
+
+
+@pytest.mark.parametrize("method", ["slots", "verified", "two sizes"])
+def test_a_gpu_gives_what_the_largest_step_leaves(
+    monkeypatch: pytest.MonkeyPatch, device: FakeDevice, method: str
+) -> None:
+    """The pages leave free the peak of the measured step, the same again for graphs, and the share of the card that is
+    not ours. Beside a full prefill budget, the step has the positions of the largest graph that is captured, and no
+    step that serves is larger, of either model."""
+    attend_by(monkeypatch, KERNELS["vllm"](FakePackages(), device))
+    truncated, num_drawn = sampling._draw_truncated, []
+    monkeypatch.setattr(sampling, "_draw_truncated", lambda x, draw: num_drawn.append(len(x)) or truncated(x, draw))
+    sizes, rows, slots = EngineConfig(max_rows=2, page_size=16, max_prefill_tokens=12), 2, 4
+    models: tuple[Decoder, ...] = (build().double(),)
+    decoding, most = DecodingConfig(block_size=B, buffer_size=slots), slots * B
+    if method == "slots":  # of a model that verifies nothing
+        models = (build(**FAMILIES["dream"]).double(),)
+    if method == "verified":
+        decoding, most = replace(decoding, verify=Verify(exact=True, store="causal")), 2 * slots * B
+    if method == "two sizes":
+        models, decoding, most = (large_model().double(), small_model().double()), drafted(slots), (3 * slots + 1) * B
+    found = watch_sizes(monkeypatch)
+    moved = [device.move(model) for model in models]
+    served = Engine(moved[0], sizes, vocab_limit=VOCAB, draft_model=moved[1] if len(moved) > 1 else None)
+    page_bytes = sum(bytes_per_page(model.config, 16, torch.float64) for model in models)
+    assert served.num_pages == (FREE - 2 * PEAK - int((1 - sizes.kv_memory_fraction) * TOTAL)) // page_bytes
+    assert set(num_drawn) == {rows * slots * models[0].config.block_size}, "all slots are drawn from some of the ids"
+    measured, is_small = dict(found), len(models) == 1
+    whole_pages = -(-(12 + rows * most) // 16) * 16
+    assert {size for (name, _), size in measured.items() if name == "forward"} == {whole_pages}
+    found.clear()
+    assert served.prepare(decoding) > 0
+    captured = [size for (name, _), size in found.items() if name == "forward"]
+    assert captured and set(captured) == {rows * most}
+    served.generate([request(f"r{i}", 7 * i, "multi", decoding=decoding, max_tokens=16) for i in range(3)])
+    assert all(size <= measured.get((name, small), measured[name, is_small]) for (name, small), size in found.items())
+
+
+def test_pages_are_counted_for_a_step_without_graphs(monkeypatch: pytest.MonkeyPatch, device: FakeDevice) -> None:
+    sizes = EngineConfig(max_rows=3, page_size=16, graphs=False)
+    served = Engine(device.move(build().double()), sizes)
+    page_bytes = bytes_per_page(served.model.config, 16, torch.float64)
+    assert served.num_pages == (FREE - PEAK - int((1 - sizes.kv_memory_fraction) * TOTAL)) // page_bytes
+    assert Engine(device.move(build().double()), replace(sizes, num_pages=77)).num_pages == 77
+
+
+def test_nothing_is_captured_for_rows_that_no_request_may_have(
+    monkeypatch: pytest.MonkeyPatch, device: FakeDevice
+) -> None:
+    attend_by(monkeypatch, KERNELS["vllm"](FakePackages(), device))
+    served = Engine(device.move(build(**NEMOTRON).double()), SIZES)
+    ahead = DecodingConfig(block_size=B, causal=Causal(block_length=8, ahead=True))
+    with pytest.raises(RequestRefused, match="72 positions of a forward"):
+        served.add(request("ahead", 0, "multi", decoding=ahead))
+    assert served.prepare(ahead) == 0
+
+
+def test_graphs_of_planned_rows_share_their_page_table_and_their_result(
+    monkeypatch: pytest.MonkeyPatch, device: FakeDevice
+) -> None:
+    attend_by(monkeypatch, KERNELS["vllm"](FakePackages(), device))
+    models = [device.move(model.double()) for model in (large_model(), small_model())]
+    served = two_sizes(*models, page_size=16, max_rows=2)
+    served.prepare(drafted(1))
+    forwards = served._graphs._captured_forwards
+    addresses = {
+        (kind.by_draft_model, t.content.data_ptr())
+        for kind, forward in forwards.items()
+        for t in (forward._hidden_TD, forward._batch.pages_KP)
+    }
+    assert len(forwards) > 4 == len(addresses)
+
+
+def test_a_draft_model_that_no_graph_can_hold_is_an_obstacle(
+    monkeypatch: pytest.MonkeyPatch, device: FakeDevice
+) -> None:
+    """Its attention may be another kernel than the model's."""
+    flashing = attention.flash_attention("stand-in", KERNELS["vllm"](FakePackages(), device), {})
+    reference = attention.resolve(torch.device("cpu"), torch.float64, 8, 16)
+    models = [device.move(model.double()) for model in (large_model(), small_model())]
+    for kernels, subject in (((flashing, reference), "draft model"), ((reference, flashing), "model")):
+        for graphs in (None, True):
+            left = list(kernels)
+            monkeypatch.setattr(build_module, "resolve", lambda *_, left=left, **__: left.pop(0))
+            obstacle = f"the {subject}'s attention, reference, reads rows' lengths on the host"
+            if graphs:
+                with pytest.raises(ValueError, match=f"graphs=True cannot be honoured: {obstacle}"):
+                    two_sizes(*models, page_size=16, graphs=True)
+                continue
+            served = two_sizes(*models, page_size=16)
+            assert served.graph_report()["not_used"] == obstacle and served.prepare(drafted(2)) == 0
 
 
 def test_a_graph_has_no_longer_rows_than_its_requests() -> None:

@@ -10,10 +10,10 @@ from small_engines import VOCAB, B, build, engine, gist, request
 
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Output, Request
-from mbd_core.engine.build import bytes_per_page
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.memory.pages import STAGE_PAGES, HostPages
+from mbd_core.engine.num_pages import bytes_per_page
 from mbd_core.models.decoder import init_weights
 
 PAGE_BYTES = bytes_per_page(build().config, 8, torch.float32)

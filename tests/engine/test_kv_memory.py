@@ -1,17 +1,14 @@
 """KV pages from free memory: as many as fit beside the weights, never a constant."""
 
 import pytest
-from fake_device import FREE, PEAK, TOTAL, FakeDevice, fake_device
 from small_engines import B, build, gist, request
 
-from mbd_core.decoding.blocks import sampling
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.verify_config import Verify
-from mbd_core.engine import build as kv_memory
-from mbd_core.engine.build import bytes_per_page, longest_in_pages
+from mbd_core.engine import num_pages as kv_memory
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
-from mbd_core.engine.step.runner import ModelRunner
+from mbd_core.engine.num_pages import bytes_per_page, longest_in_pages
 
 SIZES = EngineConfig(max_rows=3, page_size=16)
 
@@ -58,24 +55,3 @@ def test_no_room_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_fraction_is_a_share(fraction: float) -> None:
     with pytest.raises(ValueError, match=f"kv_memory_fraction={fraction} must be"):
         EngineConfig(kv_memory_fraction=fraction)
-
-
-def test_a_gpu_gives_what_a_measured_forward_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The forward's own peak and the share of the card that is not ours are left free. The step is the largest: a full
-    prefill budget beside the whole buffer of every batch row, and tokens drawn from a sorted vocabulary."""
-    forward, num_tokens = ModelRunner.forward, []
-    truncated, num_drawn = sampling._draw_truncated, []
-    monkeypatch.setattr(sampling, "_draw_truncated", lambda x, draw: num_drawn.append(len(x)) or truncated(x, draw))
-    monkeypatch.setattr(
-        ModelRunner, "forward", lambda runner, b: num_tokens.append(len(b.input_ids_T)) or forward(runner, b)
-    )
-    with fake_device() as device:
-        assert isinstance(device, FakeDevice)
-        model = device.move(build().double())
-        engine = Engine(model, SIZES)
-        budget = FREE - 2 * PEAK - int((1 - SIZES.kv_memory_fraction) * TOTAL)
-        assert engine.num_pages == budget // bytes_each(model)
-        other = device.move(build().double())
-        assert Engine(other, EngineConfig(max_rows=3, page_size=16, num_pages=77)).num_pages == 77
-        assert num_drawn == [3 * SIZES.num_slots * model.config.block_size]
-        assert num_tokens == [SIZES.max_prefill_tokens + num_drawn[0]]

@@ -19,8 +19,8 @@ from mbd_core.checkpoint.loading import load_model, planned_bytes
 from mbd_core.checkpoint.saving import save_random
 from mbd_core.checkpoint.shape_tokenizer import shape_tokenizer
 from mbd_core.checkpoint.shipped import model_folder
-from mbd_core.engine.build import bytes_per_page
 from mbd_core.engine.config import EngineConfig
+from mbd_core.engine.num_pages import bytes_per_page
 from mbd_core.models.quantize import weight_bytes
 from mbd_core.models.shapes import SHAPES
 from mbd_core.serving.tokens.load import load_engine

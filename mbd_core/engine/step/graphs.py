@@ -3,7 +3,7 @@
 A step of a kind that has no graph, and that no captured kind covers, runs kernel by kernel and is counted.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.step.batch import Batch
 from mbd_core.engine.step.decode import StepState
 from mbd_core.engine.step.kinds import StepKind
-from mbd_core.engine.step.planned_graphs import CapturedForward, PlannedKind
+from mbd_core.engine.step.planned_graphs import CapturedForward, GraphMemory, PlannedKind
 from mbd_core.engine.step.runner import ModelRunner
 from mbd_core.engine.step.static_step import static_step
 from mbd_core.ops.attention.choice import AttentionKernel
@@ -72,6 +72,7 @@ class StepGraphs:
     _captured_steps: "dict[StepKind, CapturedStep]" = field(default_factory=dict)
     _graph_of_kind: "dict[StepKind, CapturedStep | None]" = field(default_factory=dict)
     _captured_forwards: dict[PlannedKind, CapturedForward] = field(default_factory=dict)
+    _forward_memory: GraphMemory = field(default_factory=dict)
     _pool: Any = None
     _stream: "torch.cuda.Stream | None" = None
 
@@ -95,7 +96,9 @@ class StepGraphs:
             capture_forward = partial(capture, device=device, pool=self._pool, stream=self._stream)
             for planned in sorted(forwards, key=lambda planned: planned.size, reverse=True):
                 if planned not in self._captured_forwards:
-                    self._captured_forwards[planned] = CapturedForward(self.state, planned, capture_forward)
+                    self._captured_forwards[planned] = CapturedForward(
+                        self.state, planned, capture_forward, self._forward_memory
+                    )
             self.memory_bytes += free - torch.cuda.mem_get_info(device)[0]
         return len(self._graphs)
 
@@ -132,6 +135,7 @@ class StepGraphs:
         self._captured_steps.clear()
         self._captured_forwards.clear()
         self._graph_of_kind.clear()
+        self._forward_memory.clear()
         self._pool, self.memory_bytes = None, 0
         for runner in (self.state.runner, self.state.draft_runner):
             if runner is not None:
@@ -202,20 +206,21 @@ class CapturedStep:
 
 
 def graphs_obstacle(
-    config: EngineConfig, attention: AttentionKernel, device: torch.device, *, static_shapes: bool
+    config: EngineConfig, attentions: Sequence[AttentionKernel], device: torch.device, *, static_shapes: bool
 ) -> str | None:
-    """Why static steps are not captured as graphs; `None` if they are, as wherever that is possible.
+    """Why steps are not captured as graphs; `None` if they are, as wherever that is possible. `attentions` are the
+    model's kernel, and after it the draft model's if the engine has one.
 
     With `graphs=False` they never are. Raises `ValueError` if `graphs` is `True` and graphs are not possible.
     """
-    obstacle = _obstacle(config, attention, device, static_shapes=static_shapes)
+    obstacle = _obstacle(config, attentions, device, static_shapes=static_shapes)
     if config.graphs and obstacle is not None:
         raise ValueError(f"graphs=True cannot be honoured: {obstacle}")
     return "graphs=False was asked for" if config.graphs is False else obstacle
 
 
 def _obstacle(
-    config: EngineConfig, attention: AttentionKernel, device: torch.device, *, static_shapes: bool
+    config: EngineConfig, attentions: Sequence[AttentionKernel], device: torch.device, *, static_shapes: bool
 ) -> str | None:
     if not static_shapes:
         return "without static_shapes=True no step has a shape that repeats"
@@ -223,6 +228,7 @@ def _obstacle(
         return f"CUDA graphs need a GPU, this is {device.type}"
     if config.batch_invariant:
         return "with batch_invariant=True rows' lengths are read on the host"
-    if not attention.capturable:
-        return f"the {attention.name} attention reads rows' lengths on the host"
+    for subject, attention in zip(("model", "draft model"), attentions, strict=False):
+        if not attention.capturable:
+            return f"the {subject}'s attention, {attention.name}, reads rows' lengths on the host"
     return None

@@ -1,4 +1,5 @@
 """Which kind of step a batch needs: how many batch rows, how many logits, which work. A CUDA graph serves one kind.
+And the most that a batch row has in any step.
 
 Static steps come in few kinds, so that few graphs are captured: a power of two of batch rows, all slots of these rows
 or (with a block budget) a power of two of them, and logits for a quarter, a half, three quarters or all of their
@@ -8,9 +9,13 @@ positions.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from mbd_core.decoding.blocks.causal_config import Renoise
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.sampling_config import Sampling
+from mbd_core.decoding.blocks.verify_config import Verify
 from mbd_core.decoding.blocks.work import ALL_WORK, StepWork, work_of
+from mbd_core.engine.config import EngineConfig
+from mbd_core.models.model_config import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,3 +107,37 @@ class StepKinds:
 def _power_of_two(number: int, limit: int) -> int:
     """The least power of two from `number` on, at most `limit`."""
     return min(1 << (max(number, 1) - 1).bit_length(), limit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowLimits:
+    """The most that the request of one batch row has in a forward, beside its prompt, whatever it decodes by. The
+    largest graph has places for no more, and so much is measured before the number of pages is chosen. Only a canvas
+    has more: all its positions, which lie in its pages.
+
+    positions  positions that go through a model
+    logits     positions whose logits are held whole until they are read; those of slots are read in chunks
+    """
+
+    positions: int
+    logits: int
+
+
+def row_limits(model: ModelConfig, config: EngineConfig, page_size: int, draft: ModelConfig | None) -> RowLimits:
+    """The limits of an engine of `config`; `draft` is its draft model, if it has one."""
+    num_slots, block_size = config.num_slots, config.block_size or model.block_size
+    in_slots = num_slots * block_size
+    limits = [RowLimits(positions=in_slots, logits=0)]
+    if model.attention == "block_causal" and model.has_mask:
+        verified = Verify().rows(block_size, num_slots)
+        limits.append(RowLimits(positions=verified.longest, logits=in_slots))
+    if draft is not None:
+        drafted = Verify(exact=True, store="causal", draft_model=True).rows(draft.block_size, num_slots)
+        limits.append(RowLimits(positions=drafted.longest, logits=num_slots * draft.block_size))
+    adapts = config.max_adapters > 0 and model.attention == "block_causal"
+    methods = (replace(model, ar_mode=True) if adapts else model).ar_methods
+    if "linear-spec" in methods:  # admission lets a draft, with what is drafted ahead, fill a page for each slot
+        limits.append(RowLimits(positions=num_slots * page_size, logits=num_slots * page_size))
+    if "renoise" in methods:
+        limits.append(RowLimits(positions=Renoise().rows(block_size).longest, logits=0))
+    return RowLimits(positions=max(limit.positions for limit in limits), logits=max(limit.logits for limit in limits))

@@ -102,10 +102,15 @@ def planned_kinds(decoding: DecodingConfig, *, max_rows: int, adapters: bool) ->
     return kinds
 
 
-class CapturedForward:
-    """A forward of planned rows as a CUDA graph, over memory of its own."""
+GraphMemory = dict[tuple[str, bool], Tensor]
+"""The large tensors that graphs of planned rows share, by name and whether the draft model runs, flattened. One graph
+runs at a time: its replay fills its inputs, and its result is read before the next replay."""
 
-    def __init__(self, state: StepState, kind: PlannedKind, capture: Capture) -> None:
+
+class CapturedForward:
+    """A forward of planned rows as a CUDA graph."""
+
+    def __init__(self, state: StepState, kind: PlannedKind, capture: Capture, memory: GraphMemory) -> None:
         runner = state.draft_runner if kind.by_draft_model else state.runner
         assert runner is not None, "admission refuses drafts without a draft model"
         self._runner, self._kind = runner, kind
@@ -119,7 +124,7 @@ class CapturedForward:
             positions_T=new(kind.num_tokens),
             cu_seqlens_q=F.pad(self._ends_K, (1, 0)).clamp(max=kind.num_tokens).int(),
             kv_lens_K=new(num_rows) + 1,
-            pages_KP=new((num_rows, tables_RP.shape[1])),
+            pages_KP=self._shared(memory, "pages", tables_RP, num_rows),
             write_loc_T=new(kind.num_tokens),
             logits_at_A=None,
             weight_T=None,
@@ -129,7 +134,15 @@ class CapturedForward:
             adapter_T=new(kind.num_tokens) if kind.adapts else None,
             live_T=new(kind.num_tokens, dtype=torch.bool),
         )
-        self._graph, self._hidden_TD = capture(lambda: runner.forward(self._batch))
+        self._hidden_TD = self._shared(memory, "hidden", runner.last_RD, kind.num_tokens)
+        self._graph, _ = capture(lambda: self._hidden_TD.copy_(runner.forward(self._batch)[: kind.num_tokens]))
+
+    def _shared(self, memory: GraphMemory, name: str, like: Tensor, length: int) -> Tensor:
+        """`length` lines of the width of `like`, in memory that grows with the largest graph."""
+        key, size = (name, self._kind.by_draft_model), length * like.shape[1]
+        if key not in memory or len(memory[key]) < size:
+            memory[key] = like.new_zeros(size)
+        return memory[key][:size].view(length, -1)
 
     def replay(self, batch: Batch) -> Tensor:
         """The hidden states (A, D) of a forward that fits into the graph."""

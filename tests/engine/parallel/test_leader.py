@@ -29,9 +29,9 @@ from small_groups import (
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.decoding.blocks.request import Output
 from mbd_core.decoding.blocks.sampling_config import Sampling
-from mbd_core.engine.build import bytes_per_page
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
+from mbd_core.engine.num_pages import bytes_per_page
 from mbd_core.engine.parallel import group as kv_agreement
 from mbd_core.engine.parallel import leader
 from mbd_core.engine.parallel.follow import OutOfStep, run_follower
