@@ -17,7 +17,7 @@ from tqdm import tqdm
 from benchmarks.measuring import device_name, markdown, usable_device
 from jobs.command_line import JsonFile, MaxTokens, ModelName, OwnThreads, Seed
 from mbd_core.checkpoint.shipped import model_folder
-from mbd_core.command_line import CommandText, Fields, command
+from mbd_core.command_line import CommandText, Fields, command, refuse_given
 from mbd_core.engine.config import Dtype
 from mbd_core.fields import DATA, DECODING, ENGINE, MODEL, OUTPUT, Flag, Ge, Gt, configuration
 from mbd_core.files import check_new_file, write_json
@@ -255,7 +255,9 @@ def run_buffer(
     from benchmarks.roofline import Machine
 
     measuring.begin()
-    if predict is not None and predict not in SHAPES:
+    if predict is None:
+        refuse_given(run_buffer, "without --predict", bandwidth=bandwidth, tflops=tflops, prefix=prefix)
+    elif predict not in SHAPES:
         raise ValueError(f"--predict {predict} must be one of {', '.join(SHAPES)}")
     place, repeats = usable_device(measuring.device), measuring.repeats
     buffers = [BufferCase(size=size) for size in buffer]
@@ -321,6 +323,8 @@ def run_modes(
     from benchmarks.modes import COLUMNS, FIXED, Mode, load_causal, measure_modes, trained_here
 
     measuring.begin()
+    if model is not None:
+        refuse_given(run_modes, "with --model, which is not trained here", updates=updates)
     place, repeats = usable_device(measuring.device), measuring.repeats
     decoder = trained_here(num_updates=updates, device=place) if model is None else load_causal(model, device=place)
     chosen = [Mode(method=name) for name in FIXED]
@@ -342,9 +346,6 @@ def run_modes(
     measuring.write(command_line, {"model": name}, rows=rows)
 
 
-EVERY_LAYOUTS = ("2:0", "2:2", "4:2", "4:3")
-
-
 def run_train(
     command_line: CommandText,
     *,
@@ -355,7 +356,7 @@ def run_train(
     layouts: Annotated[
         tuple[str, ...],
         Flag("Largest noise-groups, each with a number of random layouts.", DATA, metavar="G:N,...", commas=True),
-    ] = EVERY_LAYOUTS,
+    ] = ("2:0", "2:2", "4:2", "4:3"),
     length: Annotated[tuple[Annotated[int, Ge(1)], ...], Flag("Tokens of a sample.", DATA, commas=True)] = (128,),
     count: Annotated[bool, Flag("Count operations instead of measuring.", OUTPUT)] = False,
     compiled: Annotated[
@@ -391,6 +392,20 @@ def run_train(
     from benchmarks import training
     from mbd_core.multitf.states.training_attention import TrainingAttention
 
+    kinds = {"--count": count, "--compiled": compiled, "--data": data is not None}
+    if len(chosen := [name for name, is_given in kinds.items() if is_given]) > 1:
+        raise ValueError(f"{chosen[0]} and {chosen[1]} make different tables; leave one of them out")
+    if data is None:
+        refuse_given(run_train, "without --data", pack=pack, batch=batch, micro_batch=micro_batch)
+    else:
+        refuse_given(run_train, "with --data", layouts=layouts, length=length)
+    if compiled:
+        refuse_given(run_train, "with --compiled, which times updates of one layout", layouts=layouts)
+    else:
+        refuse_given(run_train, "without --compiled", lora=lora)
+    if count or data is not None:
+        where = f"with {chosen[0]}, which measures nothing"
+        refuse_given(run_train, where, repeats=measuring.repeats, device=measuring.device)
     measuring.begin()
     groups, shapes = [_layouts(text) for text in layouts], {}
     for name in model:
@@ -400,10 +415,6 @@ def run_train(
         for tokens in length:
             training.check_length(tokens, TRAINING_SHAPES[name].block_size)
     cases = [{"length": tokens, "max_group": g, "num_random": n} for tokens in length for g, n in groups]
-    if lora is not None and not compiled:
-        raise ValueError("--lora has no effect without --compiled; leave it out or add --compiled")
-    if compiled and (count or data is not None or layouts != EVERY_LAYOUTS):
-        raise ValueError("--compiled times updates of one layout; leave out --count, --data and --layouts, or it")
     place, repeats = usable_device(measuring.device), measuring.repeats
     if not (count or data or compiled):
         attention = TrainingAttention("auto", place)

@@ -16,7 +16,7 @@ from benchmarks.measuring import markdown, run_seconds
 from jobs.command_line import ModelName
 from mbd_core.batch.timed_cases import Timing
 from mbd_core.checkpoint.shipped import model_folder
-from mbd_core.command_line import Fields, command
+from mbd_core.command_line import Fields, command, refuse_given
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sandbox.processes import Limits, describe_isolation
 from mbd_core.evaluation.sandbox.programs import Call, RunVerdict, run_calls, run_tests
@@ -112,6 +112,8 @@ def run_sweep(
     from mbd_core.evaluation.sweep.plan import plan_sweep
     from mbd_core.serving.tokens.load import load_engine
 
+    if limit is not None:
+        refuse_given(run_sweep, "with --limit", seconds=seconds)
     torch.set_num_threads(threads)
     options = SweepOptions(
         models=(model,),

@@ -111,10 +111,9 @@ def run_remote(
     command_line: CommandText,
     *,
     model: Annotated[str, Flag("URL of a model folder with safetensors.", MODEL, metavar="URL")],
-    ranks: Annotated[tuple[int, ...], Flag("Processes of a machine that want the weights.", DATA, commas=True)] = (
-        1,
-        2,
-    ),
+    ranks: Annotated[
+        tuple[Annotated[int, Ge(1)], ...], Flag("Processes of a machine that want the weights.", DATA, commas=True)
+    ] = (1, 2),
     times: Annotated[int, Ge(1), Flag("Runs of both ways.", DATA)] = 1,
     json: JsonFile = None,
 ) -> None:

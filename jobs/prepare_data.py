@@ -19,7 +19,7 @@ if __name__ == "__main__":  # run by its path, it finds the project's packages b
 from jobs.api.call_options import OF_VARIABLE
 from jobs.api.model_answering import AnswerOptions
 from jobs.api.preparing import PrepareOptions, prepare_chosen
-from mbd_core.command_line import command
+from mbd_core.command_line import command, refuse_given
 from mbd_core.fields import DATA, OUTPUT, Flag
 from mbd_core.storage.folder import Folder
 from mbd_core.tables import plain
@@ -54,6 +54,10 @@ def run(
 
     With --answers-from, a model writes the last answer of each row, in place of the row's own answer.
     """
+    if out is None and own.show:
+        refuse_given(run, "without --out: nothing is written", workers=own.workers, overwrite=own.overwrite)
+        if not own.drop_overlap:
+            refuse_given(run, "without --out and --drop-overlap: nothing is reported", against=own.against)
     place = None if out is None else Folder.at(out)
     done = prepare_chosen(own, answering, sources, place=place, cluster=OF_VARIABLE)
     for text in done.shown(colour=sys.stdout.isatty()):

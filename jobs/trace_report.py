@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from jobs.command_line import MaxTokens, OutFolder, Overwrite
 from mbd_core.checkpoint.shipped import model_folder
-from mbd_core.command_line import CommandText, Fields, command
+from mbd_core.command_line import CommandText, Fields, command, refuse_given
 from mbd_core.engine.config import EngineConfig
 from mbd_core.fields import DATA, DECODING, MODEL, OUTPUT, Flag, Ge
 from mbd_core.files import check_target_folder, folder_beside
@@ -89,17 +89,12 @@ def run(
 
     if bool(traces) == bool(model):
         raise ValueError("give traces to read, or --model to record some, and not both")
-    for name, value, belongs in (
-        ("--draft-model", engine.draft_model, model),
-        ("--prompt", prompt, model),
-        ("--methods", methods, model),
-        ("--buffer-size", buffer_size, model),
-        ("--request", request, traces),
-        ("--tokenizer", tokenizer, traces),
-        ("--block-size", block_size, traces),
-    ):
-        if value and not belongs:
-            raise ValueError(f"{name} has no meaning {'with' if model else 'without'} --model")
+    if model is None:
+        asked: dict[str, object] = {"draft_model": engine.draft_model, "prompt": prompt, "max_tokens": max_tokens}
+        asked |= {"methods": methods, "buffer_size": buffer_size, "decoding": decoding}
+        refuse_given(run, "without --model", **asked)
+    else:
+        refuse_given(run, "with --model", request=request, tokenizer=tokenizer, block_size=block_size)
     paths = dict(map(_named, traces))
     if methods and buffer_size:
         raise ValueError("--buffer-size has no meaning with --methods; give buffer_size in --decoding")

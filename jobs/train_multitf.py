@@ -19,7 +19,7 @@ if __name__ == "__main__":  # run by its path, it finds the project's packages b
     sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
 from jobs.api.training import RayOptions, chosen_on_ray, train_on_ray
-from mbd_core.command_line import Changes, command
+from mbd_core.command_line import Changes, command, refuse_given
 from mbd_core.multitf.recipes.by_name import RECIPES
 from mbd_core.multitf.recipes.choice import RecipeChoice
 from mbd_core.multitf.recipes.recipe import TrainingRecipe
@@ -29,7 +29,7 @@ from mbd_core.storage.models import fetch_model
 
 def run(
     choice: RecipeChoice,
-    changes: Annotated[dict[str, Any], Changes(TrainingRecipe)],
+    changes: Annotated[dict[str, Any], Changes(TrainingRecipe, default="the recipe's")],
     options: RunOptions,
     own: RayOptions,
 ) -> None:
@@ -38,6 +38,7 @@ def run(
     Data, updates, training states, adapter and computation are the recipe's, unless an option or a file changes them.
     """
     if own.schema:
+        refuse_given(run, "with --schema", plan=own.plan)
         from mbd_core.multitf.recipes.choice import config_schema
 
         print(json.dumps(config_schema(), indent=2))

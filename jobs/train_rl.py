@@ -79,7 +79,7 @@ class RLOptions:
 
 def run(
     own: RLOptions,
-    changes: Annotated[dict[str, Any], Changes(RLRecipe, *CHANGEABLE)],
+    changes: Annotated[dict[str, Any], Changes(RLRecipe, *CHANGEABLE, default="the recipe's")],
     engine: Annotated[EngineConfig, Fields("max_rows", "num_pages")],
     place: Annotated[RayOptions, Fields("storage", "run_name", "resume", "max_failures")],
     log: Annotated[RunOptions, Fields("log_to")],

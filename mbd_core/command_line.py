@@ -42,6 +42,7 @@ from mbd_core.stops import any_stop_as_interrupt
 
 NUMBERS = {"integer": "N", "number": "X"}  # what --help shows for a number
 EXTRA = re.compile(r"(?P<package>[\w.-]+).*extra == [\"'](?P<extra>[\w-]+)")
+WORDS_OF_NONE = re.compile(r" \(default: [^()]*\)")  # in the help of an option whose default is computed
 SETTING = Field(
     path="set",
     hint=tuple[str, ...],
@@ -65,11 +66,12 @@ class Fields:
 
 class Changes(Fields):
     """In `Annotated[dict[str, Any], ...]`: the given fields of a configuration, by path, for
-    `mbd_core.fields.changed`. The command has options for the named fields, or for all."""
+    `mbd_core.fields.changed`. The command has options for the named fields, or for all. `default` are the words for
+    the defaults of fields that have none of their own, as "the recipe's"."""
 
-    def __init__(self, kind: type, *names: str) -> None:
+    def __init__(self, kind: type, *names: str, default: str | None = None) -> None:
         super().__init__(*names)
-        self.kind = kind
+        self.kind, self.default = kind, default
 
 
 class Command(TyperCommand):
@@ -216,6 +218,14 @@ def command_options(run: Callable[..., Any]) -> list[Field]:
     return options
 
 
+def refuse_given(run: Callable[..., Any], where: str, **values: Any) -> None:
+    """Raises `ValueError` for an option of a command's function that is not at its default and has no meaning
+    `where`, as "without --data"."""
+    for item in command_options(run):
+        if item.name in values and values[item.name] != item.default:
+            raise ValueError(f"{flag(item).partition('/')[0]} has no meaning {where}; leave it out")
+
+
 def by_panel(options: Iterable[Field]) -> list[Field]:
     """Options in the order of the panels of --help; first the options without a panel."""
     return sorted(options, key=lambda item: PANELS.index(item.flag.panel) if item.flag.panel else -1)
@@ -291,7 +301,8 @@ def _part(name: str, hint: Any, default: Any) -> CommandPart:
         return merge_paths({}, {item.path: given[item.path] for item in items if item.path in given})
 
     if isinstance(selection, Changes):
-        return [replace(item, default=None) for item in items], values
+        flags = [replace(item.flag, default=item.flag.default or selection.default) for item in items]
+        return [replace(item, default=None, flag=each) for item, each in zip(items, flags, strict=True)], values
     return items, lambda given: load(kind, values(given)) if default is MISSING else changed(default, values(given))
 
 
@@ -328,8 +339,9 @@ def _typer_parameter(item: Field) -> inspect.Parameter:
         if default is not MISSING:
             default = (",".join(map(str, default or ())) if item.flag.commas else default) or None
     bounded = bounds(form).removeprefix("of ") if form.get("type") in NUMBERS else ""
+    help_text = item.help if default in (None, MISSING) else WORDS_OF_NONE.sub("", item.help)
     settings: dict[str, Any] = {
-        "help": f"{item.help} ({bounded})" if bounded else item.help,
+        "help": f"{help_text} ({bounded})" if bounded else help_text,
         "metavar": metavar(item),
         "show_default": item.flag.default or True,
         "rich_help_panel": item.flag.panel,

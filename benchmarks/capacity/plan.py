@@ -31,11 +31,11 @@ class Demand:
     output: Annotated[int, Ge(1), Flag(panel=DATA)] = 256
     """Tokens of an answer."""
     ttft: Annotated[float | None, Gt(0)] = None
-    """Milliseconds to the first tokens, at most, on average."""
+    """Milliseconds to the first tokens, at most, on average (default: no limit)."""
     speed: Annotated[float | None, Gt(0)] = None
-    """Tokens a second of an answer under way, at least."""
+    """Tokens a second of an answer under way, at least (default: no limit)."""
     tpf: Annotated[tuple[float, ...], Flag(panel=DECODING, commas=True)] = (3.47, 6.19)
-    """Tokens a forward with each of --buffer's slots (default: Table 3's)."""
+    """Tokens a forward with each of --buffer's slots, as Table 3 has them for one and two."""
     max_step_seconds: Annotated[float | None, Gt(0), Flag(panel=ENGINE)] = None
     """Seconds of a step that stores a prompt beside others (default: the engine's)."""
     buffer: Annotated[tuple[Annotated[int, Ge(1)], ...], Flag(panel=DECODING, commas=True)] = (1, 2)

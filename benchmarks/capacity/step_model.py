@@ -146,6 +146,10 @@ ONE_SHOT_SECONDS, RING_SECONDS = 6e-6, 17e-6  # of one sum; published: 7 us at 0
 NODES_A_LAYER, NODES_BESIDE = 12, 8  # of a captured step: python -m benchmarks.gpu.step_nodes
 
 
+OF_GPUS = ("fp8", "tensor_parallel", "bandwidth_share", "flops_share", "score_share", "node_us", "launch_us")
+"""The fields of a deployment, beside `host_ms`, that have no meaning on a CPU."""
+
+
 @configuration(panel=ENGINE)
 class Deployment:
     """A model on a number of GPUs, with assumptions on them."""
@@ -181,8 +185,9 @@ class Deployment:
             raise ValueError(
                 f"fp8={self.fp8} cannot be honoured: {self.model} has no experts; fp8=all rounds its layers"
             )
-        if self.chip == CPU and (self.fp8 or self.tensor_parallel > 1):
-            raise ValueError("chip=cpu is measured as it is: leave out fp8 and tensor_parallel")
+        given = [name for name in (*OF_GPUS, "host_ms") if getattr(self, name) != getattr(Deployment, name)]
+        if self.chip == CPU and given:
+            raise ValueError(f"chip=cpu is measured as it is: leave out {' and '.join(given)}")
         self.config.sharded(self.tensor_parallel)
 
     def describe(self) -> str:

@@ -45,6 +45,13 @@ class Traffic:
     shared: Annotated[int, Ge(0)] = 0
     """Leading tokens that all sessions share."""
 
+    def __post_init__(self) -> None:
+        unused = [] if self.turns > 1 else [("turn_tokens", "turns=1"), ("think", "turns=1")]
+        unused += [] if self.long_every else [("long_prompt", "long_every=0")]
+        for name, where in unused:
+            if (value := getattr(self, name)) != getattr(Traffic, name):
+                raise ValueError(f"{name}={value} has no meaning with {where}; leave it out")
+
     @property
     def longest(self) -> int:
         """Tokens of the longest session, its last answer included."""

@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from benchmarks.commands import BenchmarkOptions
 from benchmarks.measuring import device_name, markdown, usable_device
-from mbd_core.command_line import CommandText, Fields, command
+from mbd_core.command_line import CommandText, Fields, command, refuse_given
 from mbd_core.fields import DATA, ENGINE, MODEL, OUTPUT, Flag, Ge, Gt
 from mbd_core.models.shapes import SHAPES
 
@@ -72,6 +72,18 @@ def run_context(
     measuring.begin()
     for name in {*parts} - {*PARTS}:
         raise ValueError(f"--parts {name} must be of {', '.join(PARTS)}")
+    machine_fields = {"bandwidth": bandwidth, "tflops": tflops}
+    of_parts: dict[tuple[str, ...], dict[str, Any]] = {
+        ("storing",): {"compare": compare},
+        ("storing", "decoding"): {"length": length},
+        ("storing", "decoding", "gap"): {"model": model, "device": measuring.device},
+        ("host",): {"host": host, "steps": steps},
+        ("gap",): {"gap": gap, "streams": streams, "max_step_seconds": max_step_seconds},
+        ("counted",): {"counted": counted, "counted_length": counted_length, **machine_fields},
+    }
+    for names, values in of_parts.items():
+        if not {*names} & {*parts}:
+            refuse_given(run_context, f"where --parts has no {' or '.join(names)}", **values)
     for name in {model, *counted} - SHAPES.keys():
         raise ValueError(f"{name} must be one of {', '.join(SHAPES)}")
     place, config, tables = usable_device(measuring.device), SHAPES[model], dict[str, list[dict[str, Any]]]()

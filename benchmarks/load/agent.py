@@ -45,7 +45,7 @@ PARTS = {
     "schedule": "the scheduler: pages hashed, found, taken",
     "steps": "the engine's other work, which is its forwards",
 }
-REPEATS = BenchmarkOptions(repeats=5)
+REPEATS = BenchmarkOptions(repeats=5, threads=1)
 
 
 def run(

@@ -94,6 +94,9 @@ ATTACKS: Mapping[str, Attack] = {
     "tools": _many_tools,
 }
 
+LONG = ("prompts", "longer-stops", "scores")
+"""The attacks with a long text."""
+
 
 def attack_body(
     attack: str, model: str, name: str, characters: int, *, user: str = CROWD

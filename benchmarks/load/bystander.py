@@ -15,11 +15,11 @@ import aiohttp
 import numpy as np
 import psutil
 
-from benchmarks.load.attacks import ATTACKS, CROWD, HEADERS
+from benchmarks.load.attacks import ATTACKS, CROWD, HEADERS, LONG
 from benchmarks.load.crowd import Attackers, CrowdProcess, Endings
 from benchmarks.load.soak_parts import ROLES
 from benchmarks.load.stream_client import RequestSeconds, Target, open_session, record_stream, served_models
-from mbd_core.command_line import command
+from mbd_core.command_line import command, refuse_given
 from mbd_core.fields import DATA, LOAD, MODEL, Flag, Ge
 
 
@@ -159,6 +159,10 @@ def run(
     """
     if unknown := [name for name in attacks if name not in CHOICES]:
         raise ValueError(f"--attacks {unknown[0]} is unknown; choose among {', '.join(CHOICES)}")
+    if not {*attacks} & {*LONG}:
+        refuse_given(run, f"where --attacks has no {' or '.join(LONG)}", characters=characters)
+    if {*attacks} == {HEADERS}:
+        refuse_given(run, "with --attacks headers, which no client sends", crowd_key=crowd_key, one_client=one_client)
     if crowd_key != KEY and not os.environ.get(crowd_key):
         raise ValueError(f"--crowd-key {crowd_key}: this environment variable holds nothing; put a key there")
     url = url.rstrip("/")

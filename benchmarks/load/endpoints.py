@@ -176,9 +176,9 @@ class OwnEndpoint:
 def own_endpoint(options: Sequence[str], *, log: Path) -> Iterator[OwnEndpoint]:
     """`jobs/serve.py` with these options on a free port, for as long as the block lasts; its output goes to `log`.
 
-    It runs on a Ray of its own, also where RAY_ADDRESS is set. It ends with this process, however this process ends;
-    the folder of `log` is then removed. Raises `RuntimeError` with the last line of its output if not all its replicas
-    serve within `START_SECONDS`.
+    It starts a local Ray and joins no Ray that is running, also where RAY_ADDRESS is set. It ends with this process,
+    however this process ends; the folder of `log` is then removed. Raises `RuntimeError` with the last line of its
+    output if not all its replicas serve within `START_SECONDS`.
     """
     from cluster.local import SUPERVISOR, free_ports
 

@@ -51,7 +51,8 @@ def run(
     data: Annotated[str | None, Flag("The file of a task that is not generated.", DATA, metavar="PATH")] = None,
     seed: Seed = 0,
     concurrency: Annotated[
-        tuple[Annotated[int, Ge(1)], ...], Flag("Requests open at once (default: 1,4,16,64).", LOAD, commas=True)
+        tuple[Annotated[int, Ge(1)], ...],
+        Flag("Requests open at once.", LOAD, commas=True, default="1,4,16,64; with --rate none"),
     ] = (),
     rate: Annotated[
         tuple[Annotated[float, Gt(0)], ...], Flag("Poisson arrivals a second.", LOAD, metavar="R,...", commas=True)
@@ -78,7 +79,9 @@ def run(
             metavar="JSON",
         ),
     ] = (),
-    engine: Annotated[dict[str, Any], Changes(EngineConfig, "max_rows", "buffer_size", "num_pages")],
+    engine: Annotated[
+        dict[str, Any], Changes(EngineConfig, "max_rows", "buffer_size", "num_pages", default="as in mbd serve")
+    ],
     threads: Annotated[int | None, Ge(1), Flag("Torch's threads, each rank's.", ENGINE, default="1")] = None,
     replicas: Annotated[
         tuple[Annotated[int, Ge(1)], ...],
@@ -92,8 +95,9 @@ def run(
 ) -> None:
     """Load endpoints with streamed requests, and print their latencies, throughput and goodput beside each other.
 
-    Without --url our own endpoint is started on its own Ray and compared with its bare engine. Both get the same
-    prompts, decoding and load in one run, alternately. benchmarks/README.md explains the columns.
+    Without --url our own endpoint is started and compared with its bare engine. Both get the same prompts, decoding
+    and load in one run, alternately. The command then starts a local Ray for itself and joins no Ray that is running,
+    also where RAY_ADDRESS is set. benchmarks/README.md explains the columns.
     """
     from benchmarks.load.rows import build_report, draw_load, parse_objective, print_report
 

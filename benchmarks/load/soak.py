@@ -48,8 +48,10 @@ def run(
     sample_every: Annotated[float, Ge(0.1), Flag("Seconds between memory samples.", OUTPUT)] = 5.0,
     json: JsonFile = None,
 ) -> int:
-    """Serve a model on a Ray of its own and load it for long: streams, whole answers, clients that hang up, bad
-    requests, and replicas that are killed.
+    """Serve a model and load it for long: streams, whole answers, clients that hang up, bad requests, and replicas
+    that are killed.
+
+    The command starts a local Ray for itself and joins no Ray that is running, also where RAY_ADDRESS is set.
 
     The exit code is 1 if a request was lost or ended wrongly, if a page is held although nothing runs, or if memory
     grew.

@@ -77,8 +77,8 @@ class GradeOptions:
     task: Annotated[str, Flag(help=f"Task: {', '.join(TASKS)}.", metavar="NAME")]
     data: Annotated[str | None, Flag(metavar="PATH|URL")] = None
     """The task's problems in the format of their publisher or of the hub; not for generated tasks."""
-    limit: Annotated[int | None, Ge(1)] = None
-    """Problems of a generated task."""
+    limit: Annotated[int | None, Ge(1), Flag(default="500 generated, all of a file")] = None
+    """Problems, the first of the task."""
     split: Split = "test"
     """Split of a generated task."""
     seed: Annotated[int, Ge(0)] = 0
@@ -128,6 +128,9 @@ def grade_chosen(own: GradeOptions, samples: Any, *, folder: Path | None, say: S
     if folder is not None:
         check_target_folder(folder, KIND, overwrite=own.overwrite)
     found = find_task(own.task)
+    for name in ("split", "seed") if found.generate is None else ():
+        if getattr(own, name) != getattr(GradeOptions, name):
+            raise ValueError(f"--{name} has no meaning with --task {own.task}, which is not generated; leave it out")
     problem_set = load_problems(found, split=own.split, seed=own.seed, limit=own.limit, data=own.data)
     if isinstance(samples, str | Path):
         task_samples = load_samples(Path(samples), problem_set)

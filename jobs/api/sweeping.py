@@ -23,6 +23,8 @@ from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sweep.choice.best import BEST, By
 from mbd_core.evaluation.sweep.options import SweepOptions
 from mbd_core.evaluation.sweep.shard import SweepShard
+from mbd_core.evaluation.tasks.benchmarks import find_task
+from mbd_core.evaluation.tasks.kinds.harness import HARNESS_PREFIX
 from mbd_core.fields import CLUSTER, DATA, ENGINE, MODEL, OUTPUT, Flag, Ge, Texts, configuration
 from mbd_core.storage.folder import Folder
 
@@ -151,6 +153,7 @@ def sweep_chosen(
 
     if cluster is None and own.actors > 1:
         raise ValueError(f"actors={own.actors} engines need a cluster: name one, or leave actors out")
+    _check_meaning(options, engine, own)
     place.check_writable()
     sampling = Sampling(temperature=options.temperature, top_p=options.top_p)
     subjects = Subjects.find(options.models, own.endpoint, own.endpoint_key, sampling, url_weights=engine.url_weights)
@@ -178,6 +181,27 @@ def sweep_chosen(
         overwrite=own.overwrite,
         say=say,
     )
+
+
+def _check_meaning(options: SweepOptions, engine: EngineConfig, own: SweepWork) -> None:
+    """Raises `ValueError` for an option that is not at its default and that nothing in the sweep takes."""
+    own_tasks = [name for name in options.tasks if not name.startswith(HARNESS_PREFIX)]
+    unused: list[tuple[Any, str, str]] = []
+    if own.endpoint and not options.models:
+        unused = [(engine, name, "without --models") for name in ENGINE_FIELDS if name != "max_rows"]  # of a part
+        unused += [(options, "tensor_parallel", "without --models"), (own, "actors", "without --models")]
+    if len(own_tasks) == len(options.tasks):
+        unused += [(options, name, "without a task harness:NAME") for name in ("include_path", "form")]
+    if not any(find_task(name).generate for name in own_tasks):
+        unused.append((options, "split", "without a generated task"))
+    if not options.temperature:
+        unused.append((options, "top_p", "at --temperature 0, where nothing is drawn"))
+    if not own.timed and not own.endpoint:
+        unused.append((own, "concurrency", "with --timed 0 and without --endpoint"))
+    for owner, name, where in unused:
+        if getattr(owner, name) != getattr(type(owner), name):
+            option = name.removesuffix("_path").replace("_", "-")
+            raise ValueError(f"--{option} has no meaning {where}; leave it out")
 
 
 def _pairs(value: Any) -> Any:

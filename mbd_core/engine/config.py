@@ -37,7 +37,7 @@ class EngineConfig:
     engine. Sequences that draft go on token by token while the budget has fewer blocks than sequences, or while drafts
     give fewer tokens a second (default: no budget)."""
     block_size: Annotated[int | None, Ge(1)] = None
-    """Tokens of D2F's blocks, for a model that was trained without blocks (LLaDA, Dream)."""
+    """Tokens of D2F's blocks (default: the model's), for a model that was trained without blocks (LLaDA, Dream)."""
     max_model_len: Annotated[int | None, Ge(2)] = None
     """Tokens that a prompt and its answer can have together, at most the model's positions (default: the model's
     positions, or fewer if the pages hold fewer)."""

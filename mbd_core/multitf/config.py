@@ -274,6 +274,10 @@ class ValidationOptions:
                 f"--validation {self.validation}: a share of the training data is above 0 and below 1, as 0.02; write "
                 f"a folder of that name as ./{self.validation}"
             )
+        if self.validation is None and (every := self.validate_every) != ValidationOptions.validate_every:
+            raise ValueError(
+                f"--set held_out.validate_every={every} has no meaning without --validation, which names the data"
+            )
 
     @property
     def share(self) -> float | None:
@@ -305,6 +309,12 @@ class Sweeping:
                 f"--set sweeping.sweep_task={self.sweep_task} must be a task, or a task and a number of problems of "
                 "at least 1, as gsm-mini:32"
             )
+        for name in ("sweep_task", "sweep_data"):
+            if not self.sweep_every and (value := getattr(self, name)) != getattr(Sweeping, name):
+                raise ValueError(
+                    f"--set sweeping.{name}={value} has no meaning without sweeps: leave it out, or say how often "
+                    "with --set sweeping.sweep_every=N"
+                )
 
     @property
     def task(self) -> str:
@@ -322,7 +332,9 @@ NO_SWEEPS = Sweeping()
 
 
 def check_best(held_out: ValidationOptions, sweeping: Sweeping) -> None:
-    """Raise `ValueError` for a best checkpoint by the accuracy of sweeps that are not made."""
+    """Raise `ValueError` for a best checkpoint by a number that is not measured."""
+    if held_out.keep_best == "validation_accuracy" and held_out.validation is None:
+        raise ValueError("--set held_out.keep_best=validation_accuracy needs --validation, which names the data")
     if held_out.keep_best == "sweep_accuracy" and not sweeping.sweep_every:
         raise ValueError(
             "--set held_out.keep_best=sweep_accuracy needs sweeps: say how often with --set sweeping.sweep_every=N"

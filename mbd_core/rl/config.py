@@ -78,6 +78,9 @@ class RolloutConfig:
                 f"task '{self.task}' asks for calls of functions, which are not read out of rollouts; choose one of "
                 f"{', '.join(TASKS)}"
             )
+        for name in ("ramp", "ramp_shape"):
+            if self.first_tokens is None and (value := getattr(self, name)) != getattr(RolloutConfig, name):
+                raise ValueError(f"{name}={value} has no meaning without first_tokens: the limit does not grow")
 
     def tokens_at(self, iteration: int, *, most: int, block_size: int) -> int:
         """The limit of new tokens in an iteration, counted from 0: whole blocks while the limit grows to `most`."""

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from jobs.command_line import OutFolder, Overwrite, Seed
-from mbd_core.command_line import CommandText, command
+from mbd_core.command_line import CommandText, command, refuse_given
 from mbd_core.fields import DATA, DECODING, MODEL, OUTPUT, Flag, Ge
 from mbd_core.files import check_target_folder, folder_beside
 from mbd_core.tasks.generated import GENERATED_TASKS
@@ -80,9 +80,9 @@ def run(
     from research.alignment.states import TracingPlan, check_models, read_models, record_models
 
     if traces is not None:
-        check_traces_alone(
-            models=models, task=task, limit=limit, max_tokens=max_tokens, buffer_size=buffer_size, decoding=decoding
-        )
+        asked: dict[str, object] = {"models": models, "task": task, "limit": limit, "max_tokens": max_tokens}
+        asked |= {"buffer_size": buffer_size, "decoding": decoding}
+        refuse_given(run, "with --traces: nothing is decoded", **asked)
     states = recipe_named(recipe).states
     check_schedules(schedules, states)
     plan = TracingPlan(
@@ -111,13 +111,6 @@ def run(
         text = write_alignment(results, folder, settings=settings)
     print(text)
     print(f"report: {out / 'alignment.md'}, with alignment.json, the pictures and the fitted noise beside it")
-
-
-def check_traces_alone(**options: object) -> None:
-    """Raises `ValueError` for a decoding option beside traces that are recorded already."""
-    for name, value in options.items():
-        if value is not None:
-            raise ValueError(f"--{name.replace('_', '-')} has no meaning with --traces: nothing is decoded")
 
 
 main = command(run, "python -m research alignment")

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from jobs.command_line import MaxTokens, ModelName, OutFolder, Overwrite, Seed
 from mbd_core.checkpoint.shipped import model_folder
-from mbd_core.command_line import CommandText, command
+from mbd_core.command_line import CommandText, command, refuse_given
 from mbd_core.evaluation.tasks.benchmarks import find_task
 from mbd_core.evaluation.tasks.kinds.task import Problem, Task
 from mbd_core.evaluation.tasks.problems import load_problems
@@ -70,6 +70,8 @@ def run(
     check_target_folder(out, KIND, overwrite=overwrite)
     if (prompts is None) == (task is None):
         raise ValueError("give either --prompts or --task")
+    if not watch:
+        refuse_given(run, "with --watch 0: no cache is projected", sketch=sketch, seed=seed)
     if data is not None and task is None:
         raise ValueError(f"--data {data} belongs to a --task; there is none")
     folder = model_folder(model)

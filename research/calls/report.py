@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, Literal
 
-from mbd_core.command_line import command
+from mbd_core.command_line import command, refuse_given
 from mbd_core.evaluation.measures.statistics import p_text, sign_test, wins_and_losses
 from mbd_core.fields import DATA, OUTPUT, Flag, load
 from mbd_core.files import check_target_folder, folder_beside, write_text
@@ -126,7 +126,10 @@ def run(
 
     if bool(sweep) == (report_only is not None):
         raise ValueError("name the folders of sweeps (--sweep), or a folder of judged rows (--report-only)")
+    if out is None:
+        refuse_given(run, "without --out", overwrite=overwrite)
     if report_only is not None:
+        refuse_given(run, "with --report-only, which judges nothing", out=out)
         print("\n".join(report(*kept(report_only))))
         return
     if out is not None:

@@ -12,7 +12,7 @@ from jobs.api.sweep_work import Subjects, run_work
 from jobs.api.training import train_on_cluster
 from mbd_core.batch.timed_cases import Timing
 from mbd_core.checkpoint.shipped import model_folder
-from mbd_core.command_line import command
+from mbd_core.command_line import command, refuse_given
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sweep.shard import SweepShard
 from mbd_core.fields import CLUSTER, DATA, MODEL, OUTPUT, Flag, Ge
@@ -22,6 +22,7 @@ from mbd_core.storage.models import fetch_model
 from research.ledger.plan import (
     FITTED,
     ROWS,
+    TRAINED_RECIPES,
     Experiment,
     StudyPlan,
     StudySize,
@@ -77,9 +78,15 @@ def run(
     from research.ledger.distances import measure_inference
     from research.ledger.report import report
 
+    parallel = {"workers": workers, "at_once": at_once}
     if report_only:
+        refuse_given(run, "with --report-only", base=base, traced=traced, actors=actors, **parallel, **vars(size))
         print(report(Path(out), experiment))
         return
+    if experiment != "alignment":
+        refuse_given(run, f"in {experiment}, where nothing is traced", traced=traced)
+    if not TRAINED_RECIPES[experiment]:
+        refuse_given(run, f"in {experiment}, where nothing is trained", **parallel)
     place = checked_out(out)
     base = named_base(base)
     folder = read_folder(model_folder(fetch_model(base))).path.resolve()

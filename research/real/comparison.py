@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tqdm import tqdm
 
-from mbd_core.command_line import command
+from mbd_core.command_line import command, refuse_given
 from mbd_core.engine.config import Dtype
 from mbd_core.evaluation.measures.statistics import p_text, sign_test, wins_and_losses
 from mbd_core.fields import DATA, DECODING, ENGINE, MODEL, OUTPUT, Flag, Ge, load
@@ -147,8 +147,14 @@ def run(
     from mbd_core import LLM
 
     if report_only is not None:
+        asked: dict[str, object] = {"limit": limit, "gsm8k_folder": gsm8k_folder, "split": split, "arms": arms}
+        asked |= {"only": only, "at_once": at_once, "tau_m2t": tau_m2t, "dtype": dtype, "transformers": transformers}
+        asked |= {"llama_cpp": llama_cpp, "out": out, "overwrite": overwrite}
+        refuse_given(run, "with --report-only, which asks nothing", **asked)
         print("\n".join(report(kept_rows(report_only))))
         return
+    if out is None:
+        refuse_given(run, "without --out", overwrite=overwrite)
     if llama_cpp is not None:
         check_llama_cpp(llama_cpp)
     if only and not arms:

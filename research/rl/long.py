@@ -8,7 +8,7 @@ a third of the rate.
 from typing import Annotated
 
 from jobs.command_line import OutFolder, OwnThreads
-from mbd_core.command_line import command
+from mbd_core.command_line import command, refuse_given
 from mbd_core.fields import MODEL, OUTPUT, Flag
 from research.rl.long_arms import LONG_ARMS, STARTS
 from research.rl.study import ArmStudySize, compute_arms
@@ -33,7 +33,9 @@ def run(
 
     if unknown := [name for name in arms if name not in LONG_ARMS]:
         raise ValueError(f"--arms {unknown[0]} is no arm; choose of {', '.join(LONG_ARMS)}")
-    if not report_only:
+    if report_only:
+        refuse_given(run, "with --report-only", threads=threads, arms=arms, **vars(size))
+    else:
         compute_arms(out, LONG_ARMS, size, threads, only=arms, starts=STARTS)
     print(report(out))
 

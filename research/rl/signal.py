@@ -21,7 +21,7 @@ from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Annotated, Any
 
 from jobs.command_line import OutFolder, OwnThreads
-from mbd_core.command_line import command
+from mbd_core.command_line import command, refuse_given
 from mbd_core.fields import DATA, OUTPUT, Flag, Ge, configuration
 from mbd_core.files import file_beside, write_json, write_text
 from mbd_core.multitf.step.objective import PolicyObjective
@@ -83,14 +83,15 @@ def run(
     report_only: Annotated[bool, Flag("Write the report again, from the numbers that are there.", OUTPUT)] = False,
 ) -> None:
     """Compare the gradients of ledger-mbd's objectives on disjoint sets of its answers."""
-    if report_only and not (out / RECORD).is_file():
-        raise ValueError(f"{out} holds no {RECORD}: measure first, without --report-only")
-    if not report_only:
+    if report_only:
+        refuse_given(run, "with --report-only", threads=threads, **vars(size))
+        if not (out / RECORD).is_file():
+            raise ValueError(f"{out} holds no {RECORD}: measure first, without --report-only")
+    else:
         import torch
 
         if (out / RECORD).exists():
             raise ValueError(f"{out / RECORD} is there already: give another folder, or --report-only")
-
         if threads is not None:
             torch.set_num_threads(threads)
         out.mkdir(parents=True, exist_ok=True)

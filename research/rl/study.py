@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from jobs.command_line import OutFolder, OwnThreads
-from mbd_core.command_line import command
+from mbd_core.command_line import command, refuse_given
 from mbd_core.engine.config import EngineConfig
 from mbd_core.fields import DATA, DECODING, OUTPUT, Flag, Ge, configuration
 from mbd_core.files import file_beside, is_partial, write_json
@@ -82,7 +82,9 @@ def run(
     """
     from research.rl.report import report
 
-    if not report_only:
+    if report_only:
+        refuse_given(run, "with --report-only", threads=threads, **vars(size))
+    else:
         compute_arms(out, ARMS, size, threads)
     print(report(out))
 

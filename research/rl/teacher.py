@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from jobs.command_line import OutFolder, OwnThreads
-from mbd_core.command_line import command
+from mbd_core.command_line import command, refuse_given
 from mbd_core.fields import OUTPUT, Flag
 from mbd_core.files import file_beside, write_text
 from mbd_core.multitf.data.prepared import TinyData
@@ -77,7 +77,9 @@ def run(
 
     The same command computes what is missing. If it runs twice at once, both share the work.
     """
-    if not report_only:
+    if report_only:
+        refuse_given(run, "with --report-only", threads=threads, **vars(size))
+    else:
         compute_arms(out, TEACHER_ARMS, size, threads)
     print(report(out))
 

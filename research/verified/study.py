@@ -25,7 +25,7 @@ from jobs.api.sweep_work import Subjects, run_work
 from jobs.command_line import OutFolder, OwnThreads
 from mbd_core.batch.timed_cases import Timing
 from mbd_core.checkpoint.shipped import model_folder
-from mbd_core.command_line import command
+from mbd_core.command_line import command, refuse_given
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sweep.shard import SweepShard
 from mbd_core.fields import DATA, MODEL, Flag, Ge, Texts
@@ -71,6 +71,12 @@ def run(
     known = {**SUBJECTS, **(LENGTH_SUBJECTS if stage == "lengths" else {})}
     if unknown := [model for model in models if model not in known]:
         raise ValueError(f"--models {unknown[0]} has no task in this stage; give some of {', '.join(known)}")
+    if stage != "lengths":
+        refuse_given(run, f"in {stage}: lengths alone has rounds", rounds=rounds)
+    if stage in ("turns", "report"):
+        refuse_given(run, f"in {stage}, which takes all models", models=models)
+    if stage == "report":
+        refuse_given(run, "in report, which decodes nothing", problems=problems, threads=threads)
     if threads is not None:
         import torch
 

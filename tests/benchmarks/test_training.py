@@ -214,7 +214,10 @@ def test_compiled_updates_are_timed_beside_eager_ones(
 
 def test_options_without_effect_on_updates_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench_train(["--lora", "2", "--count", "--model", "tiny"]) == 2
-    assert "--lora has no effect without --compiled" in capsys.readouterr().err
-    for others in (["--count"], ["--layouts", "2:0"]):
+    assert "--lora has no meaning without --compiled; leave it out" in capsys.readouterr().err
+    for others, sentence in (
+        (["--count"], "--count and --compiled make different tables; leave one of them out"),
+        (["--layouts", "2:0"], "--layouts has no meaning with --compiled, which times updates of one layout"),
+    ):
         assert bench_train(["--compiled", "--model", "tiny", *others]) == 2
-        assert "--compiled times updates of one layout; leave out --count" in capsys.readouterr().err
+        assert sentence in capsys.readouterr().err

@@ -43,7 +43,8 @@ class RecipeChoice:
     """The options that choose the recipe."""
 
     recipe: Annotated[str | None, Flag(metavar="NAME")] = None
-    """The recipe to train: its name, or a recipe of your own as FILE.py:NAME."""
+    """The recipe to train: its name, or a recipe of your own as FILE.py:NAME (default: that of --config;
+    without one, `mbd train` takes tiny-mbd)."""
     config: Annotated[Path | None, Flag(metavar="FILE", opened_by="job")] = None
     """A YAML or JSON file of changes in the recipe, or a whole recipe.json; options win over the file."""
     base: Annotated[str | None, Flag(metavar="MODEL", opened_by="workers")] = None

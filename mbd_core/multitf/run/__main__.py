@@ -20,7 +20,7 @@ from mbd_core.multitf.step.memory import plan_lines, plan_memory
 
 def run(
     choice: RecipeChoice,
-    changes: Annotated[dict[str, Any], Changes(TrainingRecipe)],
+    changes: Annotated[dict[str, Any], Changes(TrainingRecipe, default="the recipe's")],
     options: RunOptions,
     plain: PlainOptions,
 ) -> None:

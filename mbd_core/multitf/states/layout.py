@@ -171,7 +171,7 @@ class StateConfig:
     num_random: Annotated[int, Ge(0)] = 0
     """Random layouts in addition to the systematic layouts."""
     num_layouts: Annotated[int | None, Ge(1)] = None
-    """Layouts drawn for each sample from the whole set (default: the whole set)."""
+    """Layouts drawn for each sample from the whole set; without a number, the whole set."""
     span: Literal["content", "response"] = "content"
     """Where layouts begin: at the first block, or at the response's first block."""
     schedule: Annotated[
