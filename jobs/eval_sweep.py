@@ -47,7 +47,7 @@ def print_remark(text: str) -> None:
     print(f"eval_sweep: {text}", file=sys.stderr)
 
 
-main = command(run)
+main = command(run, go_on="the same command computes the missing rows")
 
 if __name__ == "__main__":
     sys.exit(main())

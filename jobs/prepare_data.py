@@ -73,7 +73,7 @@ def run(
     print(f"wrote {done.folder}" + ("" if done.answers is None else f"; the answers are kept in {done.answers}"))
 
 
-main = command(run)
+main = command(run, go_on="the same command goes on from the answers of --answers-from that are finished")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -70,7 +70,12 @@ SHOWN = (
 )
 """Options that most runs need. `--set` and a file reach all fields, so a new field of a recipe needs no option."""
 
-main = command(run, shown=SHOWN, epilog=f"Recipes: {', '.join(sorted(RECIPES))}.")
+main = command(
+    run,
+    shown=SHOWN,
+    epilog=f"Recipes: {', '.join(sorted(RECIPES))}.",
+    go_on="the same command with --resume goes on from the last checkpoint",
+)
 
 if __name__ == "__main__":
     sys.exit(main())

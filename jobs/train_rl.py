@@ -208,7 +208,12 @@ SHOWN = [
     or item.path.removeprefix("train.") in OF_TRAIN
 ]
 
-main = command(run, shown=SHOWN, epilog=f"Recipes: {', '.join(sorted(RL_RECIPES))}.")
+main = command(
+    run,
+    shown=SHOWN,
+    epilog=f"Recipes: {', '.join(sorted(RL_RECIPES))}.",
+    go_on="the same command with --resume goes on from the last checkpoint",
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -99,6 +99,7 @@ class Main:
     called    how a user calls it
     run       the command's function; `None` for a group of commands
     shown     the paths of the fields that are options; `None`: all
+    go_on     how a user goes on after a signal, which stderr then says; `None`: nothing of the work is kept
     """
 
     derive: Callable[[], TyperCommand | TyperGroup]
@@ -106,6 +107,7 @@ class Main:
     run: Callable[..., Any] | None = None
     shown: Collection[str] | None = None
     failures: tuple[type[Exception], ...] = (RuntimeError, OSError)
+    go_on: str | None = None
 
     def shows(self, item: Field) -> bool:
         """Whether a field is an option; `--set` changes the other fields."""
@@ -149,12 +151,16 @@ class Main:
 
     def _failed(self, arguments: Sequence[str], sentence: object, code: int) -> int:
         """Print the name of the command or sub-command, and the sentence. Returns the exit code."""
-        name = Path(self.called.rpartition(" ")[2]).name.removesuffix(".py")
-        if arguments and isinstance(self.command, TyperGroup) and arguments[0] in self.command.commands:
-            name = arguments[0]
-        if int(os.environ.get("RANK", 0)) == 0:
-            print(f"{name}: {sentence}", file=sys.stderr)
+        is_named = arguments and isinstance(self.command, TyperGroup) and arguments[0] in self.command.commands
+        _print_sentence(arguments[0] if is_named else self.called, sentence)
         return code
+
+
+def _print_sentence(called: str, sentence: object) -> None:
+    """Print a command's name, the last word of how it is called, and a sentence; of torchrun's processes the first
+    prints."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(f"{Path(called.rpartition(' ')[2]).name.removesuffix('.py')}: {sentence}", file=sys.stderr)
 
 
 def _extra_of(module: str) -> str | None:
@@ -182,11 +188,12 @@ def command(
     shown: Collection[str] | None = None,
     epilog: str | None = None,
     failures: tuple[type[Exception], ...] = (RuntimeError, OSError),
+    go_on: str | None = None,
 ) -> Main:
     """The `main(argv=None) -> exit code` of a command's function, which returns `None` or an exit code.
 
     `called` is how a user calls it (default: `python jobs/NAME.py`). `shown` are the paths of the fields that are
-    options (default: all). `epilog` stands below the options.
+    options (default: all). `epilog` stands below the options. `go_on` is said after a signal.
     """
 
     def derive() -> TyperCommand:
@@ -200,7 +207,7 @@ def command(
 
     name = run.__module__.rpartition(".")[2]
     name = Path(sys.argv[0]).stem if name == "__main__" else name
-    main = Main(derive, called or f"python jobs/{name}.py", run, shown, failures)
+    main = Main(derive, called or f"python jobs/{name}.py", run, shown, failures, go_on)
     return main
 
 
@@ -259,7 +266,13 @@ def _typer_function(run: Callable[..., Any], main: Main) -> Callable[..., Any]:
                 if item.path in given:
                     raise ValueError(f"{flag(item)} and --set {item.path} are both given; say one of them")
                 given[item.path] = value_of(item, value, flag(item).partition("/")[0])
-        return run(**{name: build(given) for name, (_, build) in parts.items()})
+        values = {name: build(given) for name, (_, build) in parts.items()}
+        try:
+            return run(**values)
+        except KeyboardInterrupt:
+            if main.go_on is not None:
+                _print_sentence(str(_context.info_name), f"stopped; {main.go_on}")
+            raise
 
     parameters = [inspect.Parameter("_context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
     parameters += map(_typer_parameter, by_panel(item for item in items.values() if main.shows(item)))

@@ -6,6 +6,7 @@ claimed for them (`PartsFolder`). A folder that the project wrote carries a mani
 are the project's. Only such a folder may be replaced, and only if it holds nothing else.
 """
 
+import errno
 import glob
 import json
 import os
@@ -65,10 +66,22 @@ def file_beside(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     new_file = path.with_name(f".{path.name}.{os.getpid()}.partial{path.suffix}")
     try:
-        yield new_file
+        with _naming(path):
+            yield new_file
         new_file.replace(path)
     finally:
         new_file.unlink(missing_ok=True)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """A full disk's error, which names no file, names what is written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or error.filename is not None:
+            raise
+        raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
 
 
 @contextmanager
@@ -116,7 +129,8 @@ def folder_beside(folder: Path, kind: str, *, overwrite: bool = False) -> Iterat
         with suppress(OSError, NotImplementedError):  # some file systems have no locks
             lock.acquire(timeout=0)
         new_folder.mkdir()
-        yield new_folder
+        with _naming(folder):
+            yield new_folder
         new_folder.chmod(0o755)
         _write_manifest(new_folder, kind, sorted(map(glob.escape, _files(new_folder))))
         if folder.exists():

@@ -16,6 +16,7 @@ from mbd_core.command_line import command, refuse_given
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sweep.shard import SweepShard
 from mbd_core.fields import CLUSTER, DATA, MODEL, OUTPUT, Flag, Ge
+from mbd_core.files import check_writable
 from mbd_core.multitf.recipes.shipped import LEDGER_BD
 from mbd_core.storage.folder import Folder
 from mbd_core.storage.models import fetch_model
@@ -101,10 +102,11 @@ def run(
 
 
 def checked_out(text: str) -> Path:
-    """The study's folder; `ValueError` for a URL, and for a relative path in a submitted job."""
+    """The study's folder; `ValueError` for a URL, a relative path in a submitted job, and an unwritable place."""
     folder = Folder.at(text)
     if folder.is_remote:
         raise ValueError(f"--out {text} is a URL, which a study does not write; give a folder that every node reaches")
+    check_writable(folder.path, folder.path)
     return folder.path
 
 
@@ -252,4 +254,4 @@ def train_one(training_run: TrainingRun) -> None:
     train_on_cluster(training_run, start, resume=training_run.folder.exists(), go_on="the same command")
 
 
-main = command(run, "python -m research ledger")
+main = command(run, "python -m research ledger", go_on="the same command computes what is missing")

@@ -40,4 +40,4 @@ def run(
     print(report(out))
 
 
-main = command(run, "python -m research long")
+main = command(run, "python -m research long", go_on="the same command computes what is missing")

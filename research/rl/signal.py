@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from jobs.command_line import OutFolder, OwnThreads
 from mbd_core.command_line import command, refuse_given
 from mbd_core.fields import DATA, OUTPUT, Flag, Ge, configuration
-from mbd_core.files import file_beside, write_json, write_text
+from mbd_core.files import check_writable, file_beside, write_json, write_text
 from mbd_core.multitf.step.objective import PolicyObjective
 from mbd_core.rl.groups import GroupConfig
 from mbd_core.rl.parts import CORRECT, TPF
@@ -90,6 +90,7 @@ def run(
     else:
         import torch
 
+        check_writable(out, out)
         if (out / RECORD).exists():
             raise ValueError(f"{out / RECORD} is there already: give another folder, or --report-only")
         if threads is not None:

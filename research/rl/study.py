@@ -24,7 +24,7 @@ from jobs.command_line import OutFolder, OwnThreads
 from mbd_core.command_line import command, refuse_given
 from mbd_core.engine.config import EngineConfig
 from mbd_core.fields import DATA, DECODING, OUTPUT, Flag, Ge, configuration
-from mbd_core.files import file_beside, is_partial, write_json
+from mbd_core.files import check_writable, file_beside, is_partial, write_json
 from mbd_core.rl.config import HeldOutConfig, RLRecipe
 from mbd_core.storage.folder import Folder
 from research.ledger.plan import BASE, run_name, seeded
@@ -123,6 +123,7 @@ class ArmStudy:
         record = {"size": asdict(size), "arms": {name: asdict(arm) for name, arm in arms.items()}}
         recorded = json.loads(json.dumps(record, default=str))
         path = out / RECORD
+        check_writable(out, out)
         if path.exists() and json.loads(path.read_text()) != recorded:
             raise ValueError(f"{out} holds a study of another size or of other arms; give another folder")
         if not path.exists():
@@ -243,4 +244,4 @@ def _write(path: Path, table: pa.Table) -> None:
         pq.write_table(table, file, compression="zstd")
 
 
-main = command(run, "python -m research rl")
+main = command(run, "python -m research rl", go_on="the same command computes what is missing")

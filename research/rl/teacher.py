@@ -140,4 +140,4 @@ def difference_lines(
     return table_lines(["Model", "tau_m2t", "Seeds", "Accuracy [95 %]", "TPF [95 %]"], lines, num_text=1)
 
 
-main = command(run, "python -m research teacher")
+main = command(run, "python -m research teacher", go_on="the same command computes what is missing")

@@ -181,4 +181,4 @@ def _write(path: Path, table: pa.Table) -> None:
         pq.write_table(table, file, compression="zstd")
 
 
-main = command(run, "python -m research verified")
+main = command(run, "python -m research verified", go_on="the same command goes on with the missing parts")

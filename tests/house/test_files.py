@@ -1,5 +1,6 @@
 """Nothing that is there is lost, and what is there is whole."""
 
+import errno
 import json
 import os
 import stat
@@ -38,6 +39,14 @@ def test_a_folder_is_written_whole_with_its_manifest(tmp_path: Path) -> None:
     written(tmp_path / "a" / "model")
     manifest = json.loads((tmp_path / "a" / "model" / MANIFEST).read_text())
     assert manifest == {"written_by": "mbd-cluster", "kind": "model", "files": ["weights"]}
+
+
+def test_a_full_disk_names_what_is_written(tmp_path: Path) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    for writing in (folder_beside(tmp_path / "model", "model"), file_beside(tmp_path / "model")):
+        with pytest.raises(OSError, match=f"No space left on device: '{tmp_path / 'model'}'") as failure, writing:
+            raise full
+        assert failure.value.errno == errno.ENOSPC and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

@@ -185,6 +185,27 @@ def test_help_has_every_option_with_its_bounds_and_default(
     assert text.index("Data") < text.index("Engine") < text.index("Output")
 
 
+def test_help_says_from_what_a_default_comes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    pages = Annotated[int | None, Flag("Pages (default: all that fit)", DATA)]
+
+    def run(
+        changes: Annotated[dict[str, Any], Changes(Sizes, "rows", default="the recipe's")],
+        *,
+        most: pages = None,
+        few: pages = 3,
+    ) -> None:
+        """Some."""
+
+    assert command(run)(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows, most, few = (next(line for line in lines if f"--{name}" in line) for name in ("rows", "most", "few"))
+    assert "[default: (the recipe's)]" in rows and "(default: all that fit)" in most
+    assert "all that fit" not in few and "[default: 3]" in few
+
+
 def test_a_command_takes_some_fields_or_the_changes_of_some() -> None:
     calls: list[Any] = []
 

@@ -105,8 +105,18 @@ def test_a_character_that_the_terminal_lacks_is_printed_as_its_escape() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "84 \\xb1 3 %\n", "")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_a_command_that_cleans_up(number: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "go_on", "said"),
+    [
+        (signal.SIGINT, None, ""),
+        (signal.SIGINT, "the same command goes on", "work: stopped; the same command goes on\n"),
+        (signal.SIGTERM, None, ""),
+        (signal.SIGHUP, None, ""),
+    ],
+)
+def test_a_signal_ends_a_command_that_cleans_up_and_says_how_to_go_on(
+    number: signal.Signals, go_on: str | None, said: str, tmp_path: Path
+) -> None:
     code = (
         "import signal, sys, time\n"
         "from pathlib import Path\n"
@@ -117,13 +127,13 @@ def test_a_signal_ends_a_command_that_cleans_up(number: signal.Signals, tmp_path
         "    with folder_beside(Path(sys.argv[1]), 'model'):\n"
         "        print('writing', flush=True)\n"
         "        time.sleep(60)\n"
-        "sys.exit(command(run)([]))"
+        f"sys.exit(command(run, 'mbd work', go_on={go_on!r})([]))"
     )
     arguments = [sys.executable, "-c", code, str(tmp_path / "model")]
     with subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None and child.stdout.readline() == "writing\n"
         child.send_signal(number)
-        assert child.communicate(timeout=60) == ("", "") and child.returncode == 130
+        assert child.communicate(timeout=60) == ("", said) and child.returncode == 130
     assert not list(tmp_path.iterdir())
 
 

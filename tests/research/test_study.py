@@ -6,6 +6,7 @@ import pytest
 from drawn_study import study_cells
 
 from mbd_core.storage.folder import JOB_COPY
+from research.__main__ import main as research
 from research.ledger import study
 from research.ledger.plan import ROWS
 from research.ledger.rows import write_rows
@@ -31,6 +32,16 @@ def test_bad_input_is_one_sentence(
     error = capsys.readouterr().err
     assert sentence in error and error.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("line", ["ledger ordering --base tiny-bd", "rl", "teacher", "long", "signal"])
+def test_a_place_that_cannot_be_written_is_refused(
+    line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("a file")
+    assert research([*line.split(), "--out", str(tmp_path / "file")]) == 2
+    sentence = f"{tmp_path / 'file'} cannot be written: {tmp_path / 'file'}: Not a directory; give another place\n"
+    assert capsys.readouterr().err.endswith(": " + sentence)
 
 
 def test_a_url_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,13 @@ SHOWN = (
 )
 """The fields that most runs choose; `--set` and a file reach all fields."""
 
-main = command(run, "python -m mbd_core.multitf.run", shown=SHOWN, failures=(OSError,))
+main = command(
+    run,
+    "python -m mbd_core.multitf.run",
+    shown=SHOWN,
+    failures=(OSError,),
+    go_on="with --checkpoints the same command goes on from the newest checkpoint",
+)
 
 if __name__ == "__main__":
     sys.exit(main())
