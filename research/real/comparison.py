@@ -147,10 +147,10 @@ def run(
     from mbd_core import LLM
 
     if report_only is not None:
-        asked: dict[str, object] = {"limit": limit, "gsm8k_folder": gsm8k_folder, "split": split, "arms": arms}
-        asked |= {"only": only, "at_once": at_once, "tau_m2t": tau_m2t, "dtype": dtype, "transformers": transformers}
-        asked |= {"llama_cpp": llama_cpp, "out": out, "overwrite": overwrite}
-        refuse_given(run, "with --report-only, which asks nothing", **asked)
+        options: dict[str, object] = {"limit": limit, "gsm8k_folder": gsm8k_folder, "split": split, "arms": arms}
+        options |= {"only": only, "at_once": at_once, "tau_m2t": tau_m2t, "dtype": dtype, "transformers": transformers}
+        options |= {"llama_cpp": llama_cpp, "out": out, "overwrite": overwrite}
+        refuse_given(run, "with --report-only, which asks nothing", **options)
         print("\n".join(report(kept_rows(report_only))))
         return
     if out is None:
