@@ -1,5 +1,6 @@
 """Write a recipe's tasks as task files of lm-evaluation-harness, and print how to run them."""
 
+import shlex
 import sys
 
 from jobs.command_line import OutFolder, Overwrite
@@ -33,8 +34,8 @@ def run(options: TaskOptions, *, out: OutFolder, overwrite: Overwrite = False) -
         flags = write_task_files(folder, recipe, problem_sets, examples=examples, home=out.resolve())
     for task_flags in dict.fromkeys(flags.values()):
         names = ",".join(name for name in flags if flags[name] == task_flags)
-        command_line = f"mbd-lm-eval --model mbd --model_args pretrained=DIR --include_path {out} --tasks {names}"
-        print(f"{command_line} {task_flags}".strip())
+        command_line = "mbd-lm-eval --model mbd --model_args pretrained=DIR --include_path"
+        print(f"{command_line} {shlex.quote(str(out))} --tasks {names} {task_flags}".strip())
 
 
 main = command(run)

@@ -44,12 +44,12 @@ def read_task(folder: Path, name: str) -> dict[str, Any]:
 def test_a_recipe_s_task_has_its_prompt_and_the_rows_of_the_user_s_files(
     data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = data / "tasks"
+    out = data / "tasks of été"
     command = ["--recipe", "d2f-llada", "--tasks", "gsm8k", "--out", str(out)]
     command += ["--data", str(data / "test.jsonl"), "--examples", str(data / "train.jsonl")]
     assert main(command) == 0
     assert capsys.readouterr().out.strip() == (
-        f"mbd-lm-eval --model mbd --model_args pretrained=DIR --include_path {out} --tasks d2f-llada_gsm8k "
+        f"mbd-lm-eval --model mbd --model_args pretrained=DIR --include_path '{out}' --tasks d2f-llada_gsm8k "
         "--apply_chat_template --fewshot_as_multiturn true"
     )
     task = read_task(out, "d2f-llada_gsm8k")
