@@ -12,6 +12,7 @@ BIN := $(VENV)/bin
 PYTHON ?= python3
 OLDEST_TRITON := $(VENV)/triton-3.6.0# what torch 2.11 brings; the kernels are compiled by it, too
 export PATH := $(CURDIR)/$(BIN):$(PATH)
+unexport PYTHONDONTWRITEBYTECODE  # with it each process of a test compiles the project anew
 
 .PHONY: demo real install test test-slow check serve
 
