@@ -258,6 +258,8 @@ def check_replaceable(
 
 
 def _with_article(kind: str) -> str:
+    if kind.endswith("s") or kind.startswith("data "):
+        return kind
     return f"{'an' if kind.startswith(tuple('aeiou')) else 'a'} {kind}"
 
 

@@ -72,6 +72,8 @@ def test_ours_is_replaced_only_when_asked_and_only_by_its_own_kind(tmp_path: Pat
         written(folder, "two")
     with pytest.raises(ValueError, match="not an evaluation"):
         written(folder, "two", kind="evaluation", overwrite=True)
+    with pytest.raises(ValueError, match="holds a model, not grades;"):
+        written(folder, "two", kind="grades", overwrite=True)
     assert (folder / "weights").read_text() == "one"
     written(folder, "two", overwrite=True)
     assert (folder / "weights").read_text() == "two"
