@@ -52,7 +52,7 @@ def test_turns_go_round_and_a_late_one_passes_on() -> None:
         order.clear()
         turns = FairTurns(2, seconds=0.05)
         stuck = [asyncio.create_task(work(turns, name, LONG)) for name in ("a1", "a2", "a3")]
-        await asyncio.wait_for(work(turns, "b1", 0), LONG)
+        await asyncio.wait_for(asyncio.create_task(work(turns, "b1", 0)), LONG)
         assert order[:3] == ["a1", "a2", "a3"] and order[3:] == ["b1"]
         for task in stuck:
             task.cancel()
