@@ -10,7 +10,7 @@ import pytest
 
 import mbd_core
 from research.real import comparison
-from research.real.comparison import ARMS, BASE, CONTROL, DRAFTED, GRADERS, NAIVE, SINGLE, TRAINED, Answered, main
+from research.real.comparison import ARMS, BASE, CONTROL, DRAFTED, GRADERS, NAIVE, OWN, SINGLE, TRAINED, Answered, main
 from research.real.others import ArmReply
 
 ROOT = Path(comparison.__file__).resolve().parents[2]
@@ -122,14 +122,16 @@ def test_the_sentences_say_what_the_rows_say() -> None:
         replace(row, arm=SINGLE, is_right=True, forwards=20, seconds=1.0),
         replace(row, arm=NAIVE, forwards=10, seconds=0.8),
         replace(row, arm=TRAINED, is_right=True, forwards=8, seconds=0.5),
-        replace(row, arm=CONTROL, digest="a"),
+        replace(row, arm=CONTROL, digest="b"),
+        replace(row, arm=OWN, is_right=True, digest="a"),
         replace(row, arm=DRAFTED, seconds=0.8, digest="a"),
     ]
     text = "\n".join(comparison.report(rows))
     assert "The base writes 20.0 tokens a second, and 0 %" in text
     assert "2.00 times as many a second block by block (100 % right), and 2.50 times" in text
     assert "4.00 times the base's tokens a second, 5.00 tokens a forward, and 100 % right answers." in text
-    assert "is right in 0 %. MultiBD drafts its own answers 2.50 times as fast: 1 of 1 are the same" in text
+    assert "the same weights are right in 100 %, the base fine-tuned on the same samples in 0 %." in text
+    assert "Drafted in blocks these answers come 2.50 times as fast: 1 of 1 are the same" in text
     assert "alone is right in 1 and MultiBD before it in 0 (p = 1.000), in 0 and SingleBD in 0" in text
     assert "and in 1 and the fine-tuned base in 0" in text
     assert set(ARMS) == {r.arm for r in rows}
