@@ -196,8 +196,6 @@ def _check_meaning(options: SweepOptions, engine: EngineConfig, own: SweepWork) 
         unused.append((options, "split", "without a generated task"))
     if not options.temperature:
         unused.append((options, "top_p", "at --temperature 0, where nothing is drawn"))
-    if not own.timed and not own.endpoint:
-        unused.append((own, "concurrency", "with --timed 0 and without --endpoint"))
     for owner, name, where in unused:
         if getattr(owner, name) != getattr(type(owner), name):
             option = name.removesuffix("_path").replace("_", "-")

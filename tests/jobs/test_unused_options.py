@@ -148,10 +148,6 @@ URL = "--url http://127.0.0.1:1"
             "mbd sweep --models tiny-mbd --tasks gsm-mini --out o --top-p 0.5",
             "--top-p has no meaning at --temperature 0, where nothing is drawn; leave it out",
         ),
-        (
-            "mbd sweep --models tiny-mbd --tasks gsm-mini --out o --timed 0 --concurrency 2",
-            "--concurrency has no meaning with --timed 0 and without --endpoint; leave it out",
-        ),
     ],
 )
 def test_an_option_without_effect_is_refused(
