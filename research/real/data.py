@@ -10,6 +10,7 @@ order if a machine lacks a package.
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import itertools
 import json
@@ -18,7 +19,7 @@ import re
 import shutil
 import subprocess
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -72,8 +73,13 @@ def _digest(seed: int, key: str) -> bytes:
     return hashlib.sha256(f"{seed}/{key}".encode()).digest()
 
 
-def _packages() -> Iterable[dict[str, Any]]:
-    text = subprocess.run(["apt-cache", "dumpavail"], capture_output=True, text=True, check=True).stdout
+def _packages() -> Sequence[dict[str, Any]]:
+    return _listed(subprocess.run(["apt-cache", "dumpavail"], capture_output=True, text=True, check=True).stdout)
+
+
+@functools.lru_cache(maxsize=1)
+def _listed(text: str) -> Sequence[dict[str, Any]]:
+    """The packages of apt's lists; each split asks for them anew."""
     found = {}
     for paragraph in text.split("\n\n"):
         fields = dict(re.findall(r"^([A-Z][\w-]*): (.*)$", paragraph, flags=re.MULTILINE))
@@ -89,7 +95,7 @@ def _packages() -> Iterable[dict[str, Any]]:
             "size_kb": int(fields["Installed-Size"]),
             "homepage": fields.get("Homepage"),
         }
-    return found.values()
+    return list(found.values())
 
 
 _THIRD_PERSON = {"Do": "Does", "Go": "Goes", "Be": "Is", "Have": "Has", "Pass": "Passes"}
@@ -125,7 +131,8 @@ def _third(verb: str) -> str:
 _IMPERATIVE = r"[A-Z][a-z]+ (a|an|the|all|any|this|each|and|one|whether|if|from) .{12,160}\."
 
 
-def _imperatives() -> Iterable[str]:
+@functools.cache
+def _imperatives() -> Sequence[str]:
     """Distinct first sentences that begin with a verb. A word counts as a verb if at least three sentences begin with
     it."""
     found: set[str] = set()
@@ -143,7 +150,7 @@ def _imperatives() -> Iterable[str]:
                     found.add(first)
     verbs = [sentence.split(" ", 1)[0] for sentence in found]
     known = {verb for verb in verbs if verbs.count(verb) >= 3 and verb not in NO_VERBS and not verb.endswith("s")}
-    return (sentence for sentence in found if sentence.split(" ", 1)[0] in known)
+    return [sentence for sentence in found if sentence.split(" ", 1)[0] in known]
 
 
 def gsm8k(folder: Path, split: Split) -> Iterator[Row]:
