@@ -93,6 +93,14 @@ def test_all_ranks_have_the_pages_of_the_rank_where_the_fewest_fit(
         assert {i: gist(o) for i, o in serve(engine).items()}
 
 
+def test_a_rank_without_room_for_a_page_is_an_error_on_rank_0(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leader, "run_follower", run_follower_without_memory)
+    with pytest.raises(ValueError, match="rank 1: no KV page fits"):
+        start_parallel(folders["dense"], replace(SIZES, num_pages=None), size=2, timeout=LIMIT)
+
+
 def test_rank_0_says_how_long_prompt_chunks_are(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """The follower's clock says that a token takes an hour: by itself it would store a block a step."""
     monkeypatch.setattr(leader, "run_follower", run_follower_with_slow_clock)
@@ -129,6 +137,14 @@ def run_follower_with_little_memory(folder: Path, rank: Rank, dtype: torch.dtype
         return 17
 
     kv_agreement.fitting_pages = few_pages
+    run_follower(folder, rank, dtype, fp8)
+
+
+def run_follower_without_memory(folder: Path, rank: Rank, dtype: torch.dtype | None, fp8: Fp8Parts | None) -> None:
+    def no_pages(model: Decoder, config: EngineConfig) -> int:
+        raise ValueError("no KV page fits")
+
+    kv_agreement.fitting_pages = no_pages
     run_follower(folder, rank, dtype, fp8)
 
 
