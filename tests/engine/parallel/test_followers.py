@@ -62,6 +62,8 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def test_followers_outlive_the_thread_that_started_them_and_a_terminal_s_ctrl_c(tmp_path: Path) -> None:
+    # a shell's background job ignores SIGINT, and its children do; the followers have to ignore it by themselves
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     signs = [tmp_path / "1", tmp_path / "2"]
     started: list[Followers] = []
     programs = [(SLEEP_WHEN_STARTED.format(str(sign)),) for sign in signs]
@@ -69,6 +71,7 @@ def test_followers_outlive_the_thread_that_started_them_and_a_terminal_s_ctrl_c(
     thread.start()
     thread.join()
     (followers,) = started
+    signal.signal(signal.SIGINT, before)
     try:
         wait_until(lambda: all(sign.exists() for sign in signs))
         os.kill(followers.pids[0], signal.SIGINT)
