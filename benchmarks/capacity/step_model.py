@@ -146,8 +146,17 @@ ONE_SHOT_SECONDS, RING_SECONDS = 6e-6, 17e-6  # of one sum; published: 7 us at 0
 NODES_A_LAYER, NODES_BESIDE = 12, 8  # of a captured step: python -m benchmarks.gpu.step_nodes
 
 
-OF_GPUS = ("fp8", "tensor_parallel", "bandwidth_share", "flops_share", "score_share", "node_us", "launch_us")
-"""The fields of a deployment, beside `host_ms`, that have no meaning on a CPU."""
+OF_GPUS = (
+    "fp8",
+    "tensor_parallel",
+    "bandwidth_share",
+    "flops_share",
+    "score_share",
+    "node_us",
+    "launch_us",
+    "host_ms",
+)
+"""The fields of a deployment that have no meaning on a CPU."""
 
 
 @configuration(panel=ENGINE)
@@ -185,7 +194,7 @@ class Deployment:
             raise ValueError(
                 f"fp8={self.fp8} cannot be honoured: {self.model} has no experts; fp8=all rounds its layers"
             )
-        given = [name for name in (*OF_GPUS, "host_ms") if getattr(self, name) != getattr(Deployment, name)]
+        given = [name for name in OF_GPUS if getattr(self, name) != getattr(Deployment, name)]
         if self.chip == CPU and given:
             raise ValueError(f"chip=cpu is measured as it is: leave out {' and '.join(given)}")
         self.config.sharded(self.tensor_parallel)
