@@ -148,7 +148,7 @@ def test_each_two_of_other_arms_are_tested() -> None:
     assert "sign" not in "\n".join(comparison.report([row]))
 
 
-@pytest.mark.parametrize("folder", ["real", "real-arms", "real-drafted", "real-one-model"])
+@pytest.mark.parametrize("folder", ["real", "real-arms", "real-drafted", "real-one-model", "real-both-modes"])
 def test_the_published_table_is_that_of_the_published_rows(capsys: pytest.CaptureFixture[str], folder: str) -> None:
     comparison.main(["--report-only", str(ROOT / "research" / "published" / folder)])
     said = capsys.readouterr().out
