@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -85,6 +86,7 @@ def test_a_run_that_goes_on_has_every_step_once(place: tuple[str, Path], tiny_re
     logged(tiny_recipe, place[0], curve, 5, closes=False)
     first = [dict(p) for p in logged(tiny_recipe, place[0], list(curve), 5, closes=False).file.points]
     assert [p["step"] for p in first] == [0, 1, 2, 3, 4] and all(p["seconds"] > 0 for p in first)
+    time.sleep(1)  # TensorBoard reads files in the order of names; of one second and process, writer 10 is before 9
     log = logged(tiny_recipe, place[0], curve[:3], 8, closes=True)  # the newest checkpoint was of step 3
     folder = fetched(place)
     lines = [json.loads(line) for line in (folder / LOSSES).read_text().splitlines()]
