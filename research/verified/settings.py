@@ -8,10 +8,10 @@ SUBJECTS = {
     "tiny-mbd": "gsm-mini",
     "ledger-bd": "ledger-mini",
     "ledger-mbd": "ledger-mini",
+    "smollm2-bd": "gsm-mini",
+    "smollm2-mbd": "gsm-mini",
 }
-"""The models, each with its task. `tiny-bd` and `ledger-bd` were trained by teacher forcing, the others by MultiTF."""
-LENGTH_SUBJECTS = {"smollm2-mbd": "gsm-mini"}
-"""A further model whose drafts' lengths are timed."""
+"""The models, each with its task. Those named `bd` were trained by teacher forcing, the others by MultiTF."""
 
 TAUS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
 ROUTED_TAUS = (0.8, 0.95)  # where a route leaves some drafts to the threshold

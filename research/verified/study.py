@@ -33,7 +33,7 @@ from mbd_core.files import file_beside, write_text
 from mbd_core.storage.folder import Folder
 from research.verified.lengths import LENGTHS_FILE, length_lines, timed_lengths
 from research.verified.report import REPORT, ROWS, TURNS, SplitAnswers, chosen_settings, report
-from research.verified.settings import LENGTH_SUBJECTS, SUBJECTS, settings
+from research.verified.settings import SUBJECTS, settings
 
 if TYPE_CHECKING:
     from mbd_core.evaluation.sweep.sweep import Sweep
@@ -65,12 +65,11 @@ def run(
     """Decode with every setting, choose on the valid split, compare on the test split, and judge the claims.
 
     valid, test: the sweeps of a split; several processes may share the models. turns: the chosen settings, one
-    request at a time. lengths: one slot, two, and as many as the engine measures, one request at a time; also of
-    smollm2-mbd. report: the report of the rows that are there.
+    request at a time. lengths: one slot, two, and as many as the engine measures, one request at a time.
+    report: the report of the rows that are there.
     """
-    known = {**SUBJECTS, **(LENGTH_SUBJECTS if stage == "lengths" else {})}
-    if unknown := [model for model in models if model not in known]:
-        raise ValueError(f"--models {unknown[0]} has no task in this stage; give some of {', '.join(known)}")
+    if unknown := [model for model in models if model not in SUBJECTS]:
+        raise ValueError(f"--models {unknown[0]} has no task; give some of {', '.join(SUBJECTS)}")
     if stage != "lengths":
         refuse_given(run, f"in {stage}: lengths alone has rounds", rounds=rounds)
     if stage in ("turns", "report"):
@@ -104,7 +103,7 @@ def planned(model: str, split: Split, problems: int) -> Sweep:
 
     options = SweepOptions(
         models=(model,),
-        tasks=((SUBJECTS | LENGTH_SUBJECTS)[model],),
+        tasks=(SUBJECTS[model],),
         definitions=tuple(f"{name}={json.dumps(fields)}" for name, fields in settings().items()),
         methods=tuple(settings()),
         limit=problems,
@@ -146,9 +145,9 @@ def take_turns(out: Path, problems: int) -> None:
     """Asks each problem of every chosen setting before the next problem, so that a busy machine slows all alike."""
     from mbd_core import LLM
 
-    rows = []
-    for model in SUBJECTS:
-        chosen = list(dict.fromkeys(chosen_settings(SplitAnswers.read(out / ROWS["valid"]), model).values()))
+    rows, valid = [], SplitAnswers.read(out / ROWS["valid"])
+    for model in valid.of:
+        chosen = list(dict.fromkeys(chosen_settings(valid, model).values()))
         questions = list({row["problem_id"]: row for row in planned(model, "test", problems).rows()}.values())
         with LLM(model, max_rows=1, buffer_size=max(settings()[name]["buffer_size"] for name in chosen)) as llm:
             for number, row in enumerate((questions[0], *questions)):  # the first warms up

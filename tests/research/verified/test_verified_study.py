@@ -89,8 +89,8 @@ def test_exact_answers_are_timed_by_the_length_of_their_drafts(
     monkeypatch.setitem(LENGTHS, "measured", {"buffer_size": 2, "tau_m2t": 0.1})
     with pytest.raises(ValueError, match="differ, though all are exact"):
         run("lengths", out=tmp_path, models=("tiny-mbd",), problems=2, rounds=1)
-    with pytest.raises(ValueError, match="--models smollm2-mbd has no task in this stage; give some of tiny-bd"):
-        run("valid", out=tmp_path, models=("smollm2-mbd",))
+    with pytest.raises(ValueError, match="--models smollm2-ar has no task; give some of tiny-bd"):
+        run("valid", out=tmp_path, models=("smollm2-ar",))
 
 
 def test_settings_that_are_not_whole_are_named(tmp_path: Path) -> None:
