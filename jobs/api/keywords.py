@@ -38,7 +38,7 @@ INSTEAD = {
     "stop_strings": "give stop",
     "stop_sequences": "give stop",
     "stream": "call LLM.stream",
-    "use_tqdm": "leave it out",
+    "use_tqdm": "leave it out; chat and generate take it",
 }
 SETTING_INSTEAD = {
     "device": "the GPU is taken if there is one; choose by CUDA_VISIBLE_DEVICES",
@@ -142,6 +142,7 @@ class Keywords(DecodingFields, total=False):
     decoding: Mapping[str, Any]
     method: str
     speed: float
+    use_tqdm: bool
 
 
 class ChatKeywords(Keywords, total=False):

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self, Unpack, overload
 
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from jobs.api.answer_stream import AnswerStream
@@ -27,6 +28,7 @@ from mbd_core.serving.tokens.load import decoding_defaults
 from mbd_core.storage.models import fetch_model
 
 GivenMessage = Mapping[str, Any]
+BAR_SECONDS = 1.0  # until a progress bar is shown
 SEED_LIMIT = 2**63  # seeds are signed 64-bit: -2**63 <= seed < 2**63
 
 
@@ -128,7 +130,8 @@ class LLM:
 
         n         with a number, each text or chat gets a list of `n` answers
         trace     record how each answer's blocks fill
-        keywords  fields of the endpoint's chat request, `schema`, `regex` or `choice`, and fields of the decoding
+        keywords  fields of the endpoint's chat request, `schema`, `regex` or `choice`, and fields of the decoding;
+                  `use_tqdm` for a progress bar, which several answers have at a terminal
 
         Raises `ValueError`, in the endpoint's words, for a request that is not possible; then no answer is decoded.
         """
@@ -221,7 +224,8 @@ class LLM:
         keywords: Mapping[str, Any],
     ) -> list[Any]:
         """For each prompt its answer, or, with `n`, the list of its `n` answers."""
-        body = self._body(kind, keywords)
+        use_tqdm = keywords.get("use_tqdm")
+        body = self._body(kind, {name: value for name, value in keywords.items() if name != "use_tqdm"})
         number = 1 if n is None else n
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
             raise ValueError(f"n={n!r} must be a whole number of at least 1")
@@ -237,8 +241,12 @@ class LLM:
         ]
         if not bodies:
             return []
-        work = self._session.ask_all(kind, [*map(json_body, bodies)], n=number, field=field, trace=trace)
-        replies = self._session.call(work)
+        is_hidden = None if use_tqdm is None and len(bodies) > 1 else not use_tqdm  # None shows it at a terminal
+        with tqdm(total=len(bodies), unit="answer", disable=is_hidden, delay=BAR_SECONDS) as bar:
+            work = self._session.ask_all(
+                kind, [*map(json_body, bodies)], n=number, field=field, trace=trace, on_answer=bar.update
+            )
+            replies = self._session.call(work)
         answers = [self._answer(reply, body[field]) for reply, body in zip(replies, bodies, strict=True)]
         return answers if n is None else [answers[start : start + n] for start in range(0, len(answers), n)]
 

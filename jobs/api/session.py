@@ -88,10 +88,17 @@ class Session:
         self.service.limits.admission.check(Request(request_id="", prompt=(0,), max_tokens=1, decoding=decoding))
 
     async def ask_all(
-        self, kind: RequestKind, bodies: Sequence[bytes], *, n: int, field: str, trace: bool
+        self,
+        kind: RequestKind,
+        bodies: Sequence[bytes],
+        *,
+        n: int,
+        field: str,
+        trace: bool,
+        on_answer: Callable[[], object],
     ) -> list[TracedReply]:
         """The replies to `bodies`, where `n` bodies in a row share a prompt. All bodies are checked before the first
-        is decoded.
+        is decoded, and `on_answer` is called with each reply.
 
         `field` is the prompt's field: an error in this field gives the number of the bad prompt.
         """
@@ -103,6 +110,8 @@ class Session:
                 raise ValueError(error.message + f" (number {number} of {len(bodies) // n})" * of_prompt) from None
         turns = asyncio.Lock()
         tasks = [asyncio.create_task(self.ask(kind, body, trace=trace, turns=turns)) for body in bodies]
+        for task in tasks:
+            task.add_done_callback(lambda _: on_answer())
         try:
             return await asyncio.gather(*tasks)
         finally:

@@ -172,7 +172,9 @@ def run(
                 if at_once == 1:
                     rows += list(answers_of(name, partial(_ask_engine, llm), questions))
                     continue
-                answers = llm.chat([row["question"] for _, row in questions], max_tokens=MAX_TOKENS)
+                print(name, file=sys.stderr)
+                texts = [row["question"] for _, row in questions]
+                answers = llm.chat(texts, max_tokens=MAX_TOKENS, use_tqdm=True)
                 for (task, row), answer in zip(questions, answers, strict=True):
                     rows.append(answered(name, task, row, _reply(answer), seconds=0.0))
         if transformers:

@@ -311,6 +311,21 @@ def test_closing_ends_a_request_that_waits_for_room(tiny_model_dir: Path, monkey
             answer.result(60)
 
 
+def test_several_answers_have_a_progress_bar_where_it_is_asked_for(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from jobs.api import llm as module
+
+    monkeypatch.setattr(module, "BAR_SECONDS", 0.0)
+    prompts = [[5, 6, 7], [6, 7, 8], [7, 8, 9]]
+    shown = llm.generate(prompts, use_tqdm=True, **SHORT)
+    assert "3/3" in capsys.readouterr().err
+    hidden = llm.generate(prompts, **SHORT)  # what tests print goes to no terminal
+    assert capsys.readouterr().err == "" and [a.tokens for a in hidden] == [a.tokens for a in shown]
+    with pytest.raises(ValueError, match="unknown keyword 'use_tqdm': leave it out; chat and generate take it"):
+        llm.stream(QUESTION, use_tqdm=True)
+
+
 def test_the_keywords_of_editors_are_those_that_are_taken() -> None:
     from jobs.api import keywords
 
@@ -319,7 +334,7 @@ def test_the_keywords_of_editors_are_those_that_are_taken() -> None:
     engine = set(EngineConfig.__dataclass_fields__)
     assert set(keywords.Settings.__annotations__) == decoding | engine | {*keywords.ENDPOINT, "method"}
     for kind, hints in ((ChatRequest, keywords.ChatKeywords), (CompletionRequest, keywords.Keywords)):
-        taken = keywords.request_fields(kind) | decoding | {*keywords.SAME, "method"}
+        taken = keywords.request_fields(kind) | decoding | {*keywords.SAME, "method", "use_tqdm"}
         assert set(hints.__annotations__) <= taken, kind
 
 

@@ -77,7 +77,7 @@ def test_questions_may_be_asked_at_once_and_are_not_timed_then(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     class Engine(nullcontext):
-        def chat(self, questions: list[str], *, max_tokens: int) -> list[SimpleNamespace]:
+        def chat(self, questions: list[str], *, max_tokens: int, use_tqdm: bool) -> list[SimpleNamespace]:
             return [SimpleNamespace(text="#### 5", tokens=(1, 2), forwards=1)] * len(questions)
 
     made: list[int] = []
@@ -87,7 +87,8 @@ def test_questions_may_be_asked_at_once_and_are_not_timed_then(
     argv = ["--only", "--arms", arms, "--at-once", "8", "--limit", "2", "--out", str(tmp_path / "out")]
     assert main(argv) == 0 and made == [8, 8]
     assert {row.arm for row in comparison.kept_rows(tmp_path / "out")} == {"a", "b"}
-    said = capsys.readouterr().out
+    said, err = capsys.readouterr()
+    assert err.splitlines() == ["a", "b"]
     assert "| a | " in said and "| 2.00 | |" in said and "a alone is right in 0 and b in 0" in said
     assert main(["--only"]) == 2
     assert "--only needs --arms" in capsys.readouterr().err
