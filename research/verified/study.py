@@ -57,7 +57,9 @@ def run(
     stage: Annotated[StudyStage, Flag("The stage, which needs the rows of the earlier stages.", positional=True)],
     *,
     out: OutFolder,
-    models: Annotated[Texts, Flag("Models of the stage.", MODEL, metavar="NAME,...", commas=True)] = tuple(SUBJECTS),
+    models: Annotated[
+        Texts, Flag("Models of the stage.", MODEL, metavar="NAME,...", commas=True, default="all of the study")
+    ] = tuple(SUBJECTS),
     problems: Annotated[int, Ge(2), Flag("Problems of the stage.", DATA)] = 500,
     rounds: Annotated[int, Ge(1), Flag("Rounds of lengths.", DATA)] = 4,
     threads: OwnThreads = None,
