@@ -242,7 +242,8 @@ def attention_of_tokens(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, keys: Te
         seen = torch.ones(number, dtype=torch.bool)
         if hidden is not None:
             seen[hidden[0, t] : hidden[1, t]] = False
-        own_k, own_v = (x[pages[t]].flatten(0, 1)[:number][seen].transpose(0, 1)[None] for x in (k, v))
+        table = pages[t, : -(-number // k.shape[1])]
+        own_k, own_v = (x[table].flatten(0, 1)[:number][seen].transpose(0, 1)[None] for x in (k, v))
         out[t] = F.scaled_dot_product_attention(q[None, t, :, None], own_k, own_v, enable_gqa=True)[0, :, 0]
     return out
 
@@ -480,9 +481,9 @@ def test_both_models_of_two_sizes_replay_graphs(
     model, draft = large_model(kind).double(), small_model().double()
     decoding = replace(drafted(2), block_size=model.config.block_size)
     batch = [request(f"r{i}", 5 * i, "multi", decoding=decoding, max_tokens=9 + 4 * i) for i in range(5)]
-    wanted = [gist(o)[0] for o in two_sizes(model, draft, page_size=16).generate(batch)]
+    wanted = [gist(o)[0] for o in two_sizes(model, draft, page_size=16, max_rows=3).generate(batch)]
     attend_by(monkeypatch, KERNELS["vllm"](FakePackages(), device))
-    served = two_sizes(device.move(model), device.move(draft), page_size=16)
+    served = two_sizes(device.move(model), device.move(draft), page_size=16, max_rows=3)
     assert served.prepare(decoding) > 0
     assert [gist(o)[0] for o in served.generate(batch)] == wanted
     report = served.graph_report()

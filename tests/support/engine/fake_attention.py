@@ -87,7 +87,11 @@ def sequences(
 def gather_back(k_pages: Tensor, table: Tensor | None, starts: Tensor | None, lengths: Tensor) -> list[Tensor]:
     """Each row's keys from pages and a table, or from a packed tensor and where each row begins."""
     if table is not None:
-        return [k_pages[row.long()].flatten(0, 1)[:n] for row, n in zip(table, lengths.tolist(), strict=True)]
+        size = k_pages.shape[1]
+        return [
+            k_pages[row[: -(-n // size)]].flatten(0, 1)[:n]
+            for row, n in zip(table.long(), lengths.tolist(), strict=True)
+        ]
     assert starts is not None
     return [k_pages[s : s + n] for s, n in zip(starts.tolist(), lengths.tolist(), strict=False)]
 
@@ -102,8 +106,9 @@ class FakePackages:
         """With `causal` the last query of a row sees all keys, and the queries before all its keys give zeros."""
         assert bounds.dtype == torch.int32
         out = torch.empty_like(q)
+        ends = bounds.tolist()
         for r, (k, v) in enumerate(zip(keys, values, strict=True)):
-            part = slice(int(bounds[r]), int(bounds[r + 1]))
+            part = slice(ends[r], ends[r + 1])
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
             scores = torch.einsum("qhc,khc->hqk", q[part], k) / math.sqrt(q.shape[-1])
             if causal:

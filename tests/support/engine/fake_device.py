@@ -15,12 +15,12 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from benchmarks.gpu.step_nodes import StandIn
 
 FREE, TOTAL, PEAK = 6 << 20, 10 << 20, 1 << 20  # the fake device's memory, and what a forward takes of it
+HOST = torch.device("cpu")
 aten = torch.ops.aten
 
 # Their result's shape, or the result itself, depends on values: on a GPU the host waits for them.
@@ -35,13 +35,33 @@ WAITS = {
     aten.equal,
     aten.is_nonzero,
 }
-
-SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-UNDISPATCHED = {torch.tensor, Tensor.tolist, SET_DATA}  # what torch does without telling a dispatch mode
+# The result's shape depends on values for some arguments (`_counts`).
+COUNTS = {aten.repeat_interleave, aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
 
 
 class OnDevice(StandIn):
     """A tensor of the fake device; `content` holds its values on the host."""
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        return self.detach()
+
+    @data.setter
+    def data(self, value: "OnDevice") -> None:  # torch sets it without telling a dispatch mode
+        self.content = value.content
+
+
+class Facts:
+    """What one operation does, whatever its arguments."""
+
+    def __init__(self, func: Any) -> None:
+        self.packet = func.overloadpacket
+        self.copies = self.packet in (aten._to_copy, aten.copy_)
+        self.waits = self.packet in WAITS
+        self.counts = self.packet in COUNTS
+        self.writes = func._schema.is_mutable
+        self.may_be_view = not self.writes and any(result.alias_info is not None for result in func._schema.returns)
+        self.kernel = KERNELS.get(self.packet, func)
 
 
 class FakeDevice(TorchDispatchMode):
@@ -53,52 +73,64 @@ class FakeDevice(TorchDispatchMode):
         self.waits: Counter[str] = Counter()
         self.uploads: Counter[str] = Counter()
         self.graph: Graph | None = None
+        self._facts: dict[Any, Facts] = {}
         self._pinned: dict[int, Tensor] = {}  # kept, so that no other tensor gets their place
         self._pools: dict[int, list[Graph]] = {}  # kept, likewise
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunction():
-            return self._compute(func, args, dict(kwargs or {}))
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here; torch's guard against it costs as much as an operation, and imports Dynamo."""
+        return False
 
-    def _compute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        tensors = list(_tensors((args, kwargs)))
-        has_device = any(isinstance(t, OnDevice) for t in tensors)
-        has_host = any(not isinstance(t, OnDevice) and t.ndim for t in tensors)
-        device = kwargs.get("device")
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        facts = self._facts.get(func)
+        if facts is None:
+            facts = self._facts[func] = Facts(func)
+        tensors: list[Tensor] = []
+        host_args = _to_host(args, tensors)
+        host_kwargs = _to_host(kwargs, tensors) if kwargs else {}
+        has_device = any(type(t) is OnDevice for t in tensors)
+        device = host_kwargs.get("device")
         to_device = has_device if device is None else torch.device(device).type == "cuda"
-        packet = func.overloadpacket
-        if packet in (aten._to_copy, aten.copy_):
-            source = args[0] if packet is aten._to_copy else args[1]
-            target = to_device if packet is aten._to_copy else isinstance(args[0], OnDevice)
-            is_async = kwargs.get("non_blocking", args[2:] == (True,))
-            is_free = is_async and any(_place(t) in self._pinned for t in tensors if not isinstance(t, OnDevice))
-            if isinstance(source, OnDevice) and not target and not is_free:
-                self.wait(f"{packet} to the host")
-            elif target and not isinstance(source, OnDevice) and source.ndim and not is_free:
-                self.upload(f"{packet} from the host")
-        elif has_device and has_host:
-            raise AssertionError(f"{func} takes tensors of the device and of the host")
-        elif has_device and (packet in WAITS or _counts(func, args, kwargs)):
-            self.wait(str(packet))
-        pin_memory = kwargs.pop("pin_memory", None)
+        if facts.copies:
+            self._check_copy(facts.packet, tensors, args, host_kwargs, to_device)
+        elif has_device:
+            if any(type(t) is not OnDevice and t.ndim for t in tensors):
+                raise AssertionError(f"{func} takes tensors of the device and of the host")
+            if facts.waits or (facts.counts and _counts(func, args, host_kwargs)):
+                self.wait(str(facts.packet))
+        pin_memory = host_kwargs.pop("pin_memory", None)
         if device is not None:
-            kwargs["device"] = torch.device("cpu")
-        in_place = func._schema.is_mutable
-        output = kwargs.get("out", args[0]) if in_place else None
-        assert not in_place or isinstance(output, Tensor), f"{func} writes to several tensors, which is not told here"
-        call = Call(KERNELS.get(packet, func), *_map_tensors(_host, (args, kwargs)))
-        out = self._run(call, on_device=to_device, writes=in_place)
+            host_kwargs["device"] = HOST
+        call = Call(facts.kernel, host_args, host_kwargs)
+        if facts.writes:
+            output = (kwargs or {}).get("out", args[0])
+            assert isinstance(output, Tensor), f"{func} writes to several tensors, which is not told here"
+            self._run(call, on_device=to_device, writes=True)
+            return output
+        out = self._run(call, on_device=to_device, may_be_view=facts.may_be_view)
         if pin_memory:
             self.pin(out)
-        return output if in_place else out
+        return out
 
-    def _run(self, call: "Call", *, on_device: bool, writes: bool) -> Any:
-        with _disable_current_modes():
-            if self.graph is not None and on_device:
-                self.graph.record(call, writes)
-            else:
-                call.run()
-        return _map_tensors(self.put, call.out) if on_device else call.out
+    def _check_copy(self, packet: Any, tensors: list[Tensor], args: Any, kwargs: Any, to_device: bool) -> None:
+        source = args[0] if packet is aten._to_copy else args[1]
+        target = to_device if packet is aten._to_copy else isinstance(args[0], OnDevice)
+        is_async = kwargs.get("non_blocking", args[2:] == (True,))
+        is_free = is_async and any(_place(t) in self._pinned for t in tensors if not isinstance(t, OnDevice))
+        if isinstance(source, OnDevice) and not target and not is_free:
+            self.wait(f"{packet} to the host")
+        elif target and not isinstance(source, OnDevice) and source.ndim and not is_free:
+            self.upload(f"{packet} from the host")
+
+    def _run(self, call: "Call", *, on_device: bool, writes: bool = False, may_be_view: bool = False) -> Any:
+        if self.graph is not None and on_device:
+            self.graph.record(call, writes, may_be_view)
+        else:
+            call.run()
+        if not on_device or writes:
+            return call.out
+        return self.put(call.out) if isinstance(call.out, Tensor) else _map_tensors(self.put, call.out)
 
     def pin(self, host: Tensor) -> Tensor:
         """`host`, known from now on as pinned memory."""
@@ -125,9 +157,12 @@ class FakeDevice(TorchDispatchMode):
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            strange = [t for t in _tensors((args, kwargs)) if not isinstance(t, OnDevice)]
-            assert not strange, f"{function.__name__} was given {len(strange)} tensors of the host"
-            return self._run(Call(function, *_map_tensors(_host, (args, kwargs))), on_device=True, writes=False)
+            tensors: list[Tensor] = []
+            host_call = Call(function, *_to_host((args, kwargs), tensors))
+            strange = sum(not isinstance(t, OnDevice) for t in tensors)
+            assert not strange, f"{function.__name__} was given {strange} tensors of the host"
+            with _disable_current_modes():
+                return self._run(host_call, on_device=True)
 
         return call
 
@@ -180,32 +215,31 @@ class Call:
             if target.data_ptr() != result.data_ptr():
                 target.copy_(result)
 
-    def spoil(self) -> None:
-        """What another graph of the same pool may do to the results: something else stands there."""
-        inputs = {_place(t) for t in _tensors((self.args, self.kwargs))}
-        for tensor in _tensors(self.out):
-            if _place(tensor) not in inputs:
-                tensor.fill_(
-                    torch.nan if tensor.dtype.is_floating_point else True if tensor.dtype == torch.bool else 99
-                )
-
 
 class Graph:
     """Stands for `torch.cuda.CUDAGraph`: the operations of a capture, made again over the same memory."""
 
     def __init__(self) -> None:
         self._calls: list[Call] = []
+        self._made: list[Tensor] = []
         self._saved_memory: dict[int, tuple[Tensor, Tensor]] = {}
         self._has_run = False
         self.pool: list[Graph] = []
 
-    def record(self, call: Call, writes: bool) -> None:
+    def record(self, call: Call, writes: bool, may_be_view: bool) -> None:
         if writes:
             output = call.kwargs.get("out", call.args[0])
-            storage = output.new_empty(0).set_(output.untyped_storage())
-            self._saved_memory.setdefault(storage.data_ptr(), (storage, storage.clone()))
+            if (place := _place(output)) not in self._saved_memory:
+                storage = output.new_empty(0).set_(output.untyped_storage())
+                self._saved_memory[place] = storage, storage.clone()
         call.run()
-        self._calls.append(call)
+        made: list[Tensor] = []
+        if not writes:
+            inputs = {_place(t) for t in _tensors((call.args, call.kwargs))}
+            made = [t for t in _tensors(call.out) if _place(t) not in inputs]
+            self._made += made
+        if made or not may_be_view:  # a view shows what its memory holds
+            self._calls.append(call)
 
     def undo(self) -> None:
         """A capture does nothing: what was written is as it was."""
@@ -222,37 +256,14 @@ class Graph:
 
     def reset(self) -> None:
         self._calls.clear()
+        self._made.clear()
         self.pool.remove(self)
 
     def spoil(self) -> None:
-        """Another graph of the same pool runs: what this one made is gone."""
-        for call in self._calls if self._has_run else ():
-            call.spoil()
+        """Another graph of the same pool runs: what this one made is gone, something else stands there."""
+        for tensor in self._made if self._has_run else ():
+            tensor.fill_(torch.nan if tensor.dtype.is_floating_point else True if tensor.dtype == torch.bool else 99)
         self._has_run = False
-
-
-class _Calls(TorchFunctionMode):
-    """The calls of `UNDISPATCHED`, those with tensors of the device or for it."""
-
-    def __init__(self, device: FakeDevice) -> None:
-        super().__init__()
-        self._device = device
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func not in UNDISPATCHED:
-            return func(*args, **kwargs)
-        if func is torch.tensor and kwargs.pop("pin_memory", False):
-            return self._device.pin(torch.tensor(*args, **kwargs))
-        if func is torch.tensor and torch.device(kwargs.get("device") or "cpu").type == "cuda":
-            self._device.upload("torch.tensor")
-            return self._device.put(torch.tensor(*args, **{**kwargs, "device": "cpu"}))
-        if func is Tensor.tolist and isinstance(args[0], OnDevice):
-            self._device.wait("tolist")
-            return args[0].content.tolist()
-        if func == SET_DATA and isinstance(args[0], OnDevice):
-            args[0].content = args[1].content
-        return func(*args, **kwargs)
 
 
 class _Stream:
@@ -278,7 +289,20 @@ class _Generator(torch.Generator):
 @contextmanager
 def fake_device() -> Iterator[FakeDevice]:
     """The fake device, and as much of `torch.cuda` as an engine asks for."""
-    device = FakeDevice()
+    found, make, read = FakeDevice(), torch.tensor, Tensor.tolist
+
+    def tensor(data: Any, *, device: Any = None, pin_memory: bool = False, **options: Any) -> Tensor:
+        if pin_memory:
+            return found.pin(make(data, **options))
+        if torch.device(device or "cpu").type != "cuda":
+            return make(data, device=device, **options)
+        found.upload("torch.tensor")
+        return found.put(make(data, **options))
+
+    def tolist(x: OnDevice) -> Any:
+        found.wait("tolist")
+        return read(x.content)
+
     with ExitStack() as stack:
         for name, value in {
             "_lazy_init": lambda: None,
@@ -290,7 +314,7 @@ def fake_device() -> Iterator[FakeDevice]:
             "stream": lambda stream: nullcontext(),
             "device": lambda device: nullcontext(),
             "CUDAGraph": Graph,
-            "graph": device.capture,
+            "graph": found.capture,
             "synchronize": lambda device=None: None,
             "mem_get_info": lambda device=None: (FREE, TOTAL),
             "memory_allocated": lambda device=None: 0,
@@ -300,9 +324,11 @@ def fake_device() -> Iterator[FakeDevice]:
         }.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         stack.enter_context(mock.patch.object(torch, "Generator", _Generator))
-        stack.enter_context(_Calls(device))
-        stack.enter_context(device)
-        yield device
+        # torch tells a dispatch mode of neither
+        stack.enter_context(mock.patch.object(torch, "tensor", tensor))
+        stack.enter_context(mock.patch.object(OnDevice, "tolist", tolist))
+        stack.enter_context(found)
+        yield found
 
 
 def _place(tensor: Tensor) -> int:
@@ -320,6 +346,23 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield from _tensors(tuple(value.values()))
 
 
+def _to_host(value: Any, tensors: list[Tensor]) -> Any:
+    """`value` with the contents of tensors of the device; its tensors are added to `tensors`."""
+    kind = type(value)
+    if kind is OnDevice:
+        tensors.append(value)
+        return value.content
+    if kind is tuple:
+        return tuple([_to_host(part, tensors) for part in value])
+    if kind is list:
+        return [_to_host(part, tensors) for part in value]
+    if kind is dict:
+        return {key: _to_host(part, tensors) for key, part in value.items()}
+    if isinstance(value, Tensor):
+        tensors.append(value)
+    return value
+
+
 def _map_tensors(change: Callable[[Any], Any], value: Any) -> Any:
     """`value` with each of its leaves changed."""
     if isinstance(value, tuple | list):
@@ -330,17 +373,11 @@ def _map_tensors(change: Callable[[Any], Any], value: Any) -> Any:
     return change(value)
 
 
-def _host(value: Any) -> Any:
-    return value.content if isinstance(value, OnDevice) else value
-
-
 def _counts(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether the shape of what is made or written is found by counting: masks as indices, repeats without a size."""
     if func.overloadpacket is aten.repeat_interleave:
         return func is not aten.repeat_interleave.self_int and kwargs.get("output_size") is None
-    if func.overloadpacket in (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_):
-        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
-    return False
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
 
 
 def _scaled_mm(
