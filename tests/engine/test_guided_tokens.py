@@ -150,11 +150,13 @@ def test_a_resumed_answer_goes_on_inside_its_grammar(loaded: LoadedModel) -> Non
             steps += loaded.engine.step()
         whole = steps[-1].output
         assert whole is not None
+        cuts = []
         for number in range(1, len(steps) - 1, 7):
             begun = tuple(token for step in steps[:number] for token in step.piece.tokens)
             cut = replace(request, committed=begun, closing=steps[number - 1].closing)
-            [rest] = loaded.engine.generate([cut])
-            assert rest.tokens == whole.tokens, number
+            cuts.append(replace(cut, request_id=f"{number}"))
+        for cut, rest in zip(cuts, loaded.engine.generate(cuts), strict=True):
+            assert rest.tokens == whole.tokens, cut.request_id
 
 
 def test_what_is_left_of_max_tokens_is_an_end(loaded: LoadedModel) -> None:
