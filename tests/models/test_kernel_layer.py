@@ -17,7 +17,7 @@ from mbd_core.ops.layer.residual_norm import RankParts
 from mbd_core.ops.attention.definition import RowLayout
 from mbd_core.ops.attention import cpu as attention_cpu
 kernels = ExpertsKernel(name="triton", call=fused_experts, fused_below=float("inf"))
-T, SIZE, PAGES = 12, 4, 8
+T, SIZE, PAGES = 6, 2, 8
 
 def hidden(model, by_kernels, *, adapters=None):
     moe.triton_serves = lambda device, dtype: by_kernels
@@ -28,11 +28,11 @@ def hidden(model, by_kernels, *, adapters=None):
     cpu = torch.device("cpu")
     cache = PagedKVCache(model.config, num_pages=PAGES, page_size=SIZE, dtype=torch.float32, device=cpu)
     layout = RowLayout(
-        cu_seqlens_q=torch.tensor([0, 4, 8, 12]), kv_lens_R=torch.tensor([4, 8, 1]), page_size=SIZE, max_q=SIZE,
+        cu_seqlens_q=torch.tensor([0, 2, 4, 6]), kv_lens_R=torch.tensor([2, 4, 1]), page_size=SIZE, max_q=SIZE,
         page_table_RP=torch.tensor([[3, 5], [3, 5], [0, 0]]),
     )
-    places = torch.tensor([12, 13, 14, 15, 20, 21, 22, 23, 0, 1, 2, 3])
-    live, positions = torch.arange(T) < 8, torch.arange(T) % 8 + 20
+    places = torch.tensor([6, 7, 10, 11, 0, 1])
+    live, positions = torch.arange(T) < 4, torch.arange(T) % 4 + 20
     ids = torch.arange(T) * 3 % model.config.vocab_size
     attend = PagedAttention(cache, places, [attention_cpu.bind(layout)] * len(cache.layers))
     out = whole.forward(ids, positions, attend, adapters=adapters, live=live)
