@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from drawn_counts import chi_square
+from drawn_counts import MANY_ROWS, chi_square
 from small_engines import B, build, engine, run_with_preemption
 from test_verified_decoding import at_block_size_1, random_requests
 from torch import Tensor
@@ -83,12 +83,12 @@ def test_a_drawn_answer_keeps_its_distribution(monkeypatch: pytest.MonkeyPatch) 
     """The choice depends on the draws before it: one block behind a token, three blocks behind another one."""
     model = build()
     init_weights(model, seed=4, std=0.25)
-    served = engine(model, batch_invariant=False, max_rows=32, buffer_size=3)
+    served = engine(model, batch_invariant=False, **MANY_ROWS, buffer_size=3)
     chosen = force(monkeypatch, lambda rounds: 1 if rounds[0].masks[0] == 1 else len(rounds))
     counts = []
     for each, decoding_ in (
         (served, decoding(3)),
-        (engine(at_block_size_1(model), batch_invariant=False, max_rows=32), DecodingConfig(block_size=1)),
+        (engine(at_block_size_1(model), batch_invariant=False, **MANY_ROWS), DecodingConfig(block_size=1)),
     ):
         requests = [
             Request(

@@ -232,7 +232,7 @@ def test_answers_are_drawn_as_at_block_size_1(loaded: LoadedModel, slots: int) -
             for i in range(400)
         ]
         requests = [dataclasses.replace(r, request_id=f"r{i}", logprobs=False) for i, r in enumerate(requests)]
-        served = engine_of(loaded, model, max_rows=32, num_pages=400, batch_invariant=False)
+        served = engine_of(loaded, model, max_rows=128, num_pages=800, batch_invariant=False)
         counts.append(Counter(loaded.tokenizer.decode(list(o.tokens)) for o in served.generate(requests)))
     assert 4 < len(counts[0] | counts[1]) <= 8
     assert chi_square(*counts) < 24.3, counts  # the 0.999 quantile for 7 degrees of freedom

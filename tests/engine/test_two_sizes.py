@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from drawn_counts import chi_square
+from drawn_counts import MANY_ROWS, chi_square
 from small_engines import EOS, MASK, VOCAB, B, build, request, run_with_preemption
 from test_draft_lengths import Clock, Cost, force
 from test_verified_decoding import random_requests
@@ -237,8 +237,8 @@ def test_drawn_answers_have_the_large_models_distribution(monkeypatch: pytest.Mo
     two = drafted(2, slots="measured") if is_measured else dataclasses.replace(drafted(2), tau_add=0.0)
     counts = []
     for served, decoding in (
-        (two_sizes(model, max_rows=32, num_pages=400), two),
-        (Engine(model, EngineConfig(max_rows=32, num_pages=400, page_size=8), vocab_limit=VOCAB), own_decoding("ar")),
+        (two_sizes(model, **MANY_ROWS), two),
+        (Engine(model, EngineConfig(**MANY_ROWS, page_size=8), vocab_limit=VOCAB), own_decoding("ar")),
     ):
         requests = [
             Request(

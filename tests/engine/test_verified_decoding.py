@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from drawn_counts import chi_square
+from drawn_counts import MANY_ROWS, chi_square
 from small_engines import B, build, engine, request
 
 from mbd_core.decoding.blocks.config import T2T, DecodingConfig, decoding_config
@@ -120,8 +120,8 @@ def test_exact_answers_are_drawn_as_at_block_size_1() -> None:
     init_weights(model, seed=4, std=0.25)
     counts = []
     for served, decoding in (
-        (engine(model, batch_invariant=False, max_rows=32), DecodingConfig(block_size=B, verify=EXACT)),
-        (engine(at_block_size_1(model), batch_invariant=False, max_rows=32), DecodingConfig(block_size=1)),
+        (engine(model, batch_invariant=False, **MANY_ROWS), DecodingConfig(block_size=B, verify=EXACT)),
+        (engine(at_block_size_1(model), batch_invariant=False, **MANY_ROWS), DecodingConfig(block_size=1)),
     ):
         requests = [
             Request(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from drawn_counts import chi_square
+from drawn_counts import MANY_ROWS, chi_square
 from small_engines import EOS, MASK, VOCAB, B, build, engine, request
 from test_verified_decoding import at_block_size_1, random_requests
 
@@ -161,10 +161,10 @@ def test_exact_answers_of_two_slots_are_drawn_as_at_block_size_1() -> None:
     counts, crossed = [], 0
     for served, decoding in (
         (
-            engine(model, batch_invariant=False, max_rows=32, buffer_size=2),
+            engine(model, batch_invariant=False, **MANY_ROWS, buffer_size=2),
             DecodingConfig(block_size=B, buffer_size=2, tau_add=0.0, verify=EXACT),
         ),
-        (engine(at_block_size_1(model), batch_invariant=False, max_rows=32), DecodingConfig(block_size=1)),
+        (engine(at_block_size_1(model), batch_invariant=False, **MANY_ROWS), DecodingConfig(block_size=1)),
     ):
         requests = [
             Request(
