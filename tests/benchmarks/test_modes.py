@@ -49,7 +49,7 @@ def test_an_engine_that_may_choose_begins_with_drafts() -> None:
 
 def test_the_command_writes_a_row_for_each_mode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "modes.json"
-    size = ["--concurrency", "1,2", "--budget", "1", "--max-tokens", "8", "--repeats", "1"]
+    size = ["--concurrency", "1,2", "--budget", "1", "--max-tokens", "4", "--repeats", "1"]
     assert main([*size, "--model", FIXTURE, "--json", str(out)]) == 0
     assert capsys.readouterr().out.count("| linear-spec, budget 1 |") == 2
     rows = json.loads(out.read_text())["rows"]
