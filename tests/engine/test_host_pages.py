@@ -93,6 +93,16 @@ def next_turns(requests: list[Request], outputs: list[Output]) -> list[Request]:
     ]
 
 
+@pytest.fixture(scope="module")
+def turns_without_cache() -> list[tuple[list[Request], list[Output]]]:
+    """Seven conversations of three turns, each turn's requests with what an engine without a prefix cache says."""
+    plain, requests, found = engine(build(), num_pages=400, prefix_caching=False), turns(7), []
+    for _ in range(3):
+        found.append((requests, plain.generate(requests)))
+        requests = next_turns(*found[-1])
+    return found
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -103,16 +113,16 @@ def next_turns(requests: list[Request], outputs: list[Output]) -> list[Request]:
     ],
     ids=["packed", "static", "launched ahead", "three pages"],
 )
-def test_later_turns_have_the_bits_of_turns_without_a_cache(changes: dict[str, Any]) -> None:
-    """Seven conversations of three turns, whose pages the device cannot hold together."""
+def test_later_turns_have_the_bits_of_turns_without_a_cache(
+    changes: dict[str, Any], turns_without_cache: list[tuple[list[Request], list[Output]]]
+) -> None:
+    """The device cannot hold the pages of all conversations together."""
     model = build()
     config = FEW | changes
-    plain = engine(model, num_pages=400, prefix_caching=False)
     served = engine(model, **config)
     small = engine(model, **(config | {"host_kv_bytes": 0}))
-    requests = turns(7)
-    for turn in range(3):
-        wanted, found = plain.generate(requests), served.generate(requests)
+    for turn, (requests, wanted) in enumerate(turns_without_cache):
+        found = served.generate(requests)
         assert [gist(o) for o in found] == [gist(o) for o in wanted]
         served.check_integrity()
         without = small.generate(requests)
@@ -120,7 +130,6 @@ def test_later_turns_have_the_bits_of_turns_without_a_cache(changes: dict[str, A
         if turn and config["host_kv_bytes"] == FEW["host_kv_bytes"]:
             whole = sum((len(r.prompt) - 3 - B) // 8 * 8 for r in requests)
             assert cached >= whole - 8 * len(requests) > 2 * cached_without
-        requests = next_turns(requests, wanted)
     measures = served.measures()
     assert measures.pages_to_host > 0
     assert measures.pages_from_host > 0 or config["host_kv_bytes"] < FEW["host_kv_bytes"]
