@@ -219,21 +219,30 @@ def test_only_an_exact_answer_follows_a_grammar(loaded: LoadedModel) -> None:
     assert "\n" not in str(caught.value)
 
 
+def drawn_texts(loaded: LoadedModel, block_size: int, decoding: DecodingConfig) -> Counter[str]:
+    """A few letters, 400 times. The weights are such that drafts and judgements differ."""
+    grammar, model = Grammar(syntax="regex", text="(a[bc]|c[ab])[de];"), changed(loaded, block_size=block_size)
+    init_weights(model, seed=4, std=0.3)
+    requests = [
+        asked(3, grammar, decoding=decoding, sampling=Sampling(temperature=1.0, seed=i), max_tokens=12)
+        for i in range(400)
+    ]
+    requests = [dataclasses.replace(r, request_id=f"r{i}", logprobs=False) for i, r in enumerate(requests)]
+    served = engine_of(loaded, model, max_rows=128, num_pages=800, batch_invariant=False)
+    return Counter(loaded.tokenizer.decode(list(o.tokens)) for o in served.generate(requests))
+
+
+@pytest.fixture(scope="module")
+def texts_of_block_size_1(loaded: LoadedModel) -> Counter[str]:
+    return drawn_texts(loaded, 1, DecodingConfig(block_size=1))
+
+
 @pytest.mark.parametrize("slots", [1, 2])
-def test_answers_are_drawn_as_at_block_size_1(loaded: LoadedModel, slots: int) -> None:
-    """A few letters, 400 times each way, of which the later ones are drafted behind the first: the engines' texts have
-    one distribution. The weights are such that drafts and judgements differ."""
-    grammar, counts = Grammar(syntax="regex", text="(a[bc]|c[ab])[de];"), []
-    block, alone = changed(loaded), changed(loaded, block_size=1)
-    for model, decoding in ((block, EXACT_OF[slots]), (alone, DecodingConfig(block_size=1))):
-        init_weights(model, seed=4, std=0.3)
-        requests = [
-            asked(3, grammar, decoding=decoding, sampling=Sampling(temperature=1.0, seed=i), max_tokens=12)
-            for i in range(400)
-        ]
-        requests = [dataclasses.replace(r, request_id=f"r{i}", logprobs=False) for i, r in enumerate(requests)]
-        served = engine_of(loaded, model, max_rows=128, num_pages=800, batch_invariant=False)
-        counts.append(Counter(loaded.tokenizer.decode(list(o.tokens)) for o in served.generate(requests)))
+def test_answers_are_drawn_as_at_block_size_1(
+    loaded: LoadedModel, texts_of_block_size_1: Counter[str], slots: int
+) -> None:
+    """The later letters are drafted behind the first: the engines' texts have one distribution."""
+    counts = drawn_texts(loaded, B, EXACT_OF[slots]), texts_of_block_size_1
     assert 4 < len(counts[0] | counts[1]) <= 8
     assert chi_square(*counts) < 24.3, counts  # the 0.999 quantile for 7 degrees of freedom
 
