@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+from tqdm import tqdm
 
 from mbd_core.decoding.blocks.config import decoding_config
 from mbd_core.tables import Cell
@@ -48,7 +49,7 @@ def timed_lengths(model: str, folder: Path, questions: Sequence["PlannedRow"], *
             for name in LENGTHS
         }
         rows = []
-        for number in range(rounds + 1):
+        for number in tqdm(range(rounds + 1), desc=model, unit="round"):
             sums = {name: dict.fromkeys(("tokens", "forwards", "positions", "seconds"), 0.0) for name in LENGTHS}
             for request in requests:
                 answers = set()

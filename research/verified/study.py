@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from tqdm import tqdm
 
 from jobs.api.sweep_work import Subjects, run_work
 from jobs.command_line import OutFolder, OwnThreads
@@ -152,7 +153,8 @@ def take_turns(out: Path, problems: int) -> None:
         chosen = list(dict.fromkeys(chosen_settings(valid, model).values()))
         questions = list({row["problem_id"]: row for row in planned(model, "test", problems).rows()}.values())
         with LLM(model, max_rows=1, buffer_size=max(settings()[name]["buffer_size"] for name in chosen)) as llm:
-            for number, row in enumerate((questions[0], *questions)):  # the first warms up
+            asked = tqdm((questions[0], *questions), desc=model, unit="problem")
+            for number, row in enumerate(asked):  # the first warms up
                 for name in chosen:
                     began = time.perf_counter()
                     answer = llm.chat(row["prompt"], max_tokens=row["max_tokens"], decoding=dict(settings()[name]))
