@@ -157,6 +157,12 @@ def test_the_published_table_is_that_of_the_published_rows(capsys: pytest.Captur
     assert all(line in page for line in said.splitlines() if line.startswith("|"))
 
 
+def test_the_published_answers_of_the_drafted_mode_are_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    comparison.main(["--report-only", str(ROOT / "research" / "published" / "real-lossless")])
+    assert capsys.readouterr().out.rstrip().endswith(" 1065 of 1065 answers are the same.")
+    assert "1,065 of 1,065" in (ROOT / "research" / "real" / "README.md").read_text()
+
+
 def test_a_folder_without_rows_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert comparison.main(["--report-only", str(tmp_path)]) == 2
     assert f"{tmp_path} holds no rows.jsonl" in capsys.readouterr().err
