@@ -6,13 +6,10 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from warm_python import WarmPython
-
-PREPARATION = "import triton_interpreter\ntriton_interpreter.patch_once_a_launch()\n"
 
 
 def run_interpreted(script: str, *folders: Path, seconds: float = 120) -> None:
@@ -27,7 +24,7 @@ def run_interpreted(script: str, *folders: Path, seconds: float = 120) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "output"
-        process = WarmPython([sys.executable, "-c", PREPARATION + script], env=environment, output=output)
+        process = WarmPython([sys.executable, "-c", script], env=environment, output=output)
         try:
             code: int | str = process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -36,21 +33,6 @@ def run_interpreted(script: str, *folders: Path, seconds: float = 120) -> None:
             process.kill()
         text = output.read_text()
     assert code == 0 and "all held" in text, f"{code}: {text[-2000:]}"
-
-
-def patch_once_a_launch() -> None:
-    """Inside a script: a launch puts the interpreter's functions into the language, and a function that its kernel
-    calls finds them there. Triton searches the language for what is not replaced yet at each such call, which takes a
-    third of the time of a kernel with reductions."""
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.rewrite()(*args, **kwargs)
-
-    patch, languages = interpreter._patch_lang, SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
-    interpreter._patch_lang = lambda fn: patch(languages)
-    interpreter.InterpretedFunction.__call__ = call
 
 
 def allow_bfloat16_dots() -> None:
