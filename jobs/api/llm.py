@@ -224,8 +224,9 @@ class LLM:
         keywords: Mapping[str, Any],
     ) -> list[Any]:
         """For each prompt its answer, or, with `n`, the list of its `n` answers."""
-        use_tqdm = keywords.get("use_tqdm")
-        body = self._body(kind, {name: value for name, value in keywords.items() if name != "use_tqdm"})
+        fields = dict(keywords)
+        use_tqdm = fields.pop("use_tqdm", None)
+        body = self._body(kind, fields)
         number = 1 if n is None else n
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
             raise ValueError(f"n={n!r} must be a whole number of at least 1")
