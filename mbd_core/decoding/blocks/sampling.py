@@ -222,7 +222,10 @@ def uniform(draw: Draw, ids_PK: Tensor) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A 32-bit finaliser (xor-shift and multiply) on int64 tensors that hold 32-bit values."""
+    """A 32-bit finaliser (xor-shift and multiply) on int64 tensors that hold 32-bit values.
+
+    It works in place on tensors of its own, because a new one of a whole vocabulary costs more than its arithmetic.
+    """
     x = (x >> 16).bitwise_xor_(x).add_(0x9E3779B9).bitwise_and_(_MASK32).mul_(0x21F0AAAD).bitwise_and_(_MASK32)
     x = (x >> 15).bitwise_xor_(x).mul_(0x735A2D97).bitwise_and_(_MASK32)
     return (x >> 15).bitwise_xor_(x)
