@@ -1,12 +1,9 @@
 """What the tests share: one Ray cluster a session, Serve on it, a random tiny model, the folder of golden fixtures."""
 
-import functools
 import gc
 import itertools
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -104,6 +101,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return room if room in ONE_BY_ONE else file
 
     return ByFileOrRoom(config, log)
+
+
+class Room(pytest.Package):
+    """A folder whose fixtures of scope "package" end behind its last test. pytest asks for an `__init__.py` to do so:
+    with one, `tests/ray` would hide Ray itself."""
+
+    def setup(self) -> None:
+        """There is no module to prepare."""
+
+
+def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    return Room.from_parent(parent, path=path) if path == ROOT / "tests" / "ray" else None
 
 
 @pytest.hookimpl(wrapper=True)
@@ -208,82 +217,6 @@ def tiny_recipe(tiny_model_dir: Path) -> "TrainingRecipe":
         max_length=400,
         generation={"buffer_size": 2, "tau_m2t": 0.9},
     )
-
-
-@pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[Any]:
-    """The `ray` module, connected to a cluster of 8 logical CPUs with a dashboard, for the whole session."""
-    import ray
-
-    # Ray's socket paths must stay under 107 bytes, which pytest's own temporary folders do not leave room for.
-    folder = tempfile.mkdtemp(prefix="rt-", dir="/tmp")
-    try:
-        start_test_cluster(folder)
-        yield ray
-    finally:
-        ray.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def start_test_cluster(folder: str) -> None:
-    """Start Ray with a job agent at a port of its own."""
-    from ray._private import parameter
-
-    from cluster.local import free_ports
-
-    # Every cluster of a machine has its job agent at one port, which `ray.init` has no option for: a second cluster
-    # would take no jobs.
-    defaults = parameter.RayParams
-    parameter.RayParams = functools.partial(defaults, dashboard_agent_listen_port=free_ports(1)[0])
-    try:
-        start_or_end(folder)
-    finally:
-        parameter.RayParams = defaults
-
-
-def start_or_end(folder: str) -> None:
-    """A Ray that does not start ends the test run: one error, not one for each test."""
-    import ray
-
-    from cluster.local import free_ports, start_ray
-
-    try:
-        start_ray(
-            num_cpus=8,
-            num_gpus=0,
-            include_dashboard=True,
-            dashboard_host="127.0.0.1",
-            dashboard_port=free_ports(1)[0],
-            _temp_dir=folder,
-            log_to_driver=False,
-            logging_level="error",
-            namespace="tests",
-        )
-    except RuntimeError as error:
-        pytest.exit(f"the test run's Ray cluster did not start: {error}", returncode=1)
-    # Where a submitted job looks first for its cluster; without it any other of the machine would do.
-    Path(folder, "ray_current_cluster").write_text(ray.get_runtime_context().gcs_address)
-
-
-@pytest.fixture(scope="session")
-def dashboard_url(ray_cluster: Any) -> str:
-    """Where jobs are submitted to: the cluster's dashboard, as `http://host:port`."""
-    from ray._private.worker import get_dashboard_url
-
-    return f"http://{get_dashboard_url()}"
-
-
-@pytest.fixture(scope="session")
-def serve_instance(ray_cluster: Any) -> Iterator[str]:
-    """Ray Serve on a free local port; the base URL."""
-    from ray import serve
-
-    from cluster.local import free_ports
-
-    (port,) = free_ports(1)
-    serve.start(http_options={"host": "127.0.0.1", "port": port}, proxy_location="HeadOnly")
-    yield f"http://127.0.0.1:{port}"
-    serve.shutdown()
 
 
 @pytest.fixture(scope="session")
