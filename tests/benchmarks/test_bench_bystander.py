@@ -104,7 +104,7 @@ def test_crowd_and_bystander_have_their_own_keys(
     endpoint = Endpoint(keys=frozenset({"ann-0123456789abcdef", "mob-0123456789abcdef"}))
     monkeypatch.setenv("OPENAI_API_KEY", "ann-0123456789abcdef")
     monkeypatch.setenv("MOB_KEY", "mob-0123456789abcdef")
-    options = ["--characters", "1000", "--crowd", "2", "--requests", "8", "--url"]
+    options = ["--characters", "1000", "--crowd", "2", "--requests", "24", "--url"]
     with endpoint.running() as url:
         assert bench_bystander.main([*options, url, "--crowd-key", "MOB_KEY"]) == 0
         assert endpoint.seen_keys == {"short": {"ann-0123456789abcdef"}, "long": {"mob-0123456789abcdef"}}
