@@ -1,4 +1,4 @@
-"""What the tests share: one Ray cluster a session, Serve on it, a random tiny model, the folder of golden fixtures."""
+"""What the tests share: the order in which workers take them, random tiny models, the folder of golden fixtures."""
 
 import gc
 import itertools
