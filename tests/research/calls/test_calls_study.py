@@ -110,8 +110,9 @@ def test_bad_folders_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "--sweep" in capsys.readouterr().err
 
 
-def test_the_page_has_the_arms_of_the_published_rows() -> None:
+@pytest.mark.parametrize("folder", ["calls", "calls-longer"])
+def test_the_page_has_the_arms_of_the_published_rows(folder: str) -> None:
     root = Path(report.__file__).resolve().parents[2]
-    lines = report.report(*report.kept(root / "research/published/calls"))
+    lines = report.report(*report.kept(root / "research/published" / folder))
     page = (root / "research/calls/README.md").read_text(encoding="utf-8")
-    assert page.split("<!-- calls -->\n")[1].split("<!-- end -->")[0].splitlines() == lines[: lines.index("")]
+    assert page.split(f"<!-- {folder} -->\n")[1].split("<!-- end -->")[0].splitlines() == lines[: lines.index("")]
