@@ -186,13 +186,15 @@ def report(answers: Sequence[JudgedAnswer], times: Sequence[TimedAnswer]) -> lis
             [line for number, arm in enumerate(arms) for line in _pair_lines(arm, arms[:number], of)],
             num_text=3,
         ),
-        "",
-        *table_lines(
-            ["model", "method", "ms a forward", "with a grammar", "ratio"],
-            [line for arm in arms for line in _time_lines(arm, times)],
-            num_text=2,
-        ),
+        *_time_table(arms, times),
     ]
+
+
+def _time_table(arms: Sequence[SweptArm], times: Sequence[TimedAnswer]) -> list[str]:
+    """The milliseconds of a forward; nothing for sweeps that timed no request."""
+    lines = [line for arm in arms for line in _time_lines(arm, times)]
+    head = ["model", "method", "ms a forward", "with a grammar", "ratio"]
+    return ["", *table_lines(head, lines, num_text=2)] if lines else []
 
 
 def _arm_lines(arm: SweptArm, of: Mapping[tuple[SweptArm, str], Sequence[JudgedAnswer]]) -> Iterator[list[Cell]]:
