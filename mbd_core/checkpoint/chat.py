@@ -2,7 +2,7 @@
 file.
 
 Calls of functions have a form (`mbd_core/calls`), which is recognised from the template. A template without tools gets
-the tools, and the form, in a system turn.
+the tools, and the form, in a system turn; calls are shown by the template itself if it shows any.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -56,23 +56,41 @@ def call_form(tokenizer: PreTrainedTokenizerBase, name: str | None = None) -> Ca
 
 @lru_cache(maxsize=16)
 def _template_form(tokenizer: PreTrainedTokenizerBase, template: str) -> CallForm | None:
-    """The form of this chat template; a template without tools gets the form of `plain_turns`."""
-    if template == "null" or not takes_tools(tokenizer.get_chat_template(tools=[{}])):
-        return HERMES
+    """The form in which this chat template shows calls; a template with neither tools nor calls gets a form.
 
-    def render(turns: list[dict[str, Any]], **fields: Any) -> str:
-        return str(tokenizer.apply_chat_template(turns, tokenize=False, **fields))
-
-    return recognised(render)
-
-
-def plain_turns(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], form: CallForm = HERMES
-) -> list[dict[str, Any]]:
-    """A chat with tools as turns of text only.
-
-    The tools end the system turn. Calls end the assistant's turn. A function's result is a turn of the user.
+    Some templates show calls, but no tools: DeepSeek's.
     """
+    if template == "null":
+        return HERMES
+    form = _shown_form(tokenizer, template)
+    return form if form is not None or takes_tools(tokenizer.get_chat_template(tools=[{}])) else HERMES
+
+
+@lru_cache(maxsize=16)
+def _shown_form(tokenizer: PreTrainedTokenizerBase, template: str) -> CallForm | None:
+    """The form in which this chat template shows calls, if it is known."""
+    return recognised(partial(rendered, tokenizer))
+
+
+def rendered(
+    tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, Any]], *, tools: Any = None, **fields: Any
+) -> str:
+    """Turns in the model's template. Raises any error of the template.
+
+    `apply_chat_template` drops members that are None. Some templates show calls only beside a content of None.
+    """
+    if all(turn.get("content", "") is not None for turn in turns):
+        return str(tokenizer.apply_chat_template(turns, tools=tools, tokenize=False, **fields))
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    template = tokenizer.get_chat_template(tools=tools)
+    variables = {**tokenizer.special_tokens_map, **fields}
+    [text], _ = render_jinja_template([turns], tools=tools, chat_template=template, **variables)
+    return str(text)
+
+
+def plain_turns(messages: Sequence[Mapping[str, Any]], form: CallForm) -> list[dict[str, Any]]:
+    """A chat with calls as turns of text only: calls end the assistant's turn, and a result is a turn of the user."""
     turns: list[dict[str, Any]] = []
     after_result = False
     for message in messages:
@@ -88,15 +106,22 @@ def plain_turns(
             calls = turn_text(form, message.get("tool_calls") or ())
             turns.append({**kept, "content": form.gap.join(filter(None, [text, calls]))})
         after_result = role == "tool"
-    if tools:
-        lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-        how = AFTER_TEXT if form.text_before else ALONE
-        shown = INSTRUCTION.format(tools=lines, how=how, example=form.example)
-        if turns[:1] and turns[0]["role"] == "system":
-            turns[0]["content"] = "\n\n".join(filter(None, [turns[0]["content"], shown]))
-        else:
-            turns.insert(0, {"role": "system", "content": shown})
     return turns
+
+
+def with_tools(
+    turns: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], form: CallForm
+) -> list[dict[str, Any]]:
+    """The turns, with the tools and the form of their calls at the end of the system turn."""
+    if not tools:
+        return turns
+    lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    how = AFTER_TEXT if form.text_before else ALONE
+    shown = INSTRUCTION.format(tools=lines, how=how, example=form.example)
+    if turns[:1] and turns[0]["role"] == "system":
+        system = "\n\n".join(filter(None, [turns[0]["content"], shown]))
+        return [{**turns[0], "content": system}, *turns[1:]]
+    return [{"role": "system", "content": shown}, *turns]
 
 
 def chat_text(
@@ -128,26 +153,28 @@ def chat_text(
             raise VariableRefused(f"'{name}' is no variable that a client may set; leave it out")
     masking = masking_of(tokenizer, turns, shown, dict(variables)) if masking is None else masking
     turns, shown, given = masking.masked_json(turns), masking.masked_json(shown), masking.masked_json(dict(variables))
+    has_calls = any(turn.get("tool_calls") for turn in turns)
+    shows = _shown_form(tokenizer, json.dumps(tokenizer.chat_template)) if shown or has_calls else None
     if not takes_tools(tokenizer.get_chat_template(tools=shown)):
-        turns, shown = plain_turns(turns, shown or (), call_form(tokenizer, form_name)), None
-    elif any(turn.get("tool_calls") for turn in turns):
-        form = _template_form(tokenizer, json.dumps(tokenizer.chat_template))
-        turns = turns if form is None else history(form, turns)
+        form = call_form(tokenizer, form_name) if shown or has_calls else HERMES
+        own = history(form, turns) if form == shows else plain_turns(turns, form)
+        turns, shown = with_tools(own, shown or (), form), None
+    elif shows is not None and has_calls:
+        turns = history(shows, turns)
     if continues:
         turns[-1]["content"] += TEXT_END
     begins = not answered and not continues
     try:
-        text = tokenizer.apply_chat_template(turns, tools=shown, tokenize=False, add_generation_prompt=begins, **given)
+        text = rendered(tokenizer, turns, tools=shown, add_generation_prompt=begins, **given)
     except TemplateError as error:
         raise ValueError(f"the model's chat template refuses these messages: {error}") from error
     except SHAPE_ERRORS as error:
         if not variables:
             raise
         raise VariableRefused(f"the model's chat template cannot use these values: {error}") from error
-    assert isinstance(text, str)
     if continues:
-        text, shows, _ = text.rpartition(TEXT_END)
-        if not shows:
+        text, found, _ = text.rpartition(TEXT_END)
+        if not found:
             raise ValueError("the model's chat template does not show the last message, which is to be continued")
     return MaskedText(text, masking)
 

@@ -10,21 +10,24 @@ import random
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from call_templates import TEMPLATES
+from call_templates import SHOW_TOOLS, TEMPLATES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers.utils.chat_template_utils import render_jinja_template
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from mbd_core.calls.form import CallForm, LiteralArguments, TaggedArguments
 from mbd_core.calls.forms import FORM_NAMES, FORMS
 from mbd_core.calls.reader import CallReader, TextPiece
 from mbd_core.calls.recognition import TOOLS, history, recognised
+from mbd_core.checkpoint.chat import call_form, chat_text, rendered
 
 Calls = list[tuple[str, dict[str, Any]]]
 
@@ -87,19 +90,16 @@ CALLS = st.lists(
 )
 
 
-def renderer(template: str) -> Callable[..., str]:
-    def render(turns: Sequence[Mapping[str, Any]], *, tools: Any, add_generation_prompt: bool) -> str:
-        texts, _ = render_jinja_template(
-            [list(turns)],
-            tools=tools,
-            chat_template=template,
-            add_generation_prompt=add_generation_prompt,
-            bos_token="<s>",
-            eos_token="</s>",
-        )
-        return str(texts[0])
+@lru_cache
+def tokenizer_of(template: str) -> PreTrainedTokenizerFast:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel()), bos_token="<s>", eos_token="</s>")
+    tokenizer.chat_template = template
+    return tokenizer
 
-    return render
+
+def renderer(template: str) -> Callable[..., str]:
+    """Renders as serving does."""
+    return partial(rendered, tokenizer_of(template))
 
 
 def joined(pieces: Sequence[TextPiece]) -> tuple[str, Calls]:
@@ -172,6 +172,28 @@ def test_each_form_has_a_name_and_a_template_of_ours() -> None:
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_form_is_recognised_from_its_template(name: str) -> None:
     assert form_of(TEMPLATES[name]).name == name
+
+
+@pytest.mark.parametrize("shows_tools", [True, False])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_prompt_shows_tools_and_calls_in_the_form_of_its_template(name: str, shows_tools: bool) -> None:
+    template = TEMPLATES[name] if shows_tools else TEMPLATES[name].replace(SHOW_TOOLS, "")
+    tokenizer, (call, arguments) = tokenizer_of(template), ("now", {"text": "a"})
+    assert (form := call_form(tokenizer)).name == name
+    function = {"name": call, "arguments": arguments}
+    turns: list[dict[str, Any]] = [
+        {"role": "user", "content": "?"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "abcdefgh1", "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": "abcdefgh1", "content": "12"},
+    ]
+    tools = [{"type": "function", "function": {"name": call, "description": "The hour", "parameters": {}}}]
+    text = chat_text(tokenizer, turns, tools=tools).text
+    assert form.calls([(call, arguments)], ids=["abcdefgh1"]) in text and "RESULT 12" in text
+    assert text.count("The hour") == 1 and (form.example in text) is not shows_tools
 
 
 def test_an_unknown_form_is_not_recognised() -> None:

@@ -3,9 +3,9 @@
 They are small: turns between marks, the tools as JSON, and calls as the form of the same name shows them.
 """
 
+SHOW_TOOLS = "{% for tool in tools or [] %}TOOL {{ tool | tojson }}\n{% endfor %}"
 BEGIN_TURN = (
-    "{% for tool in tools or [] %}TOOL {{ tool | tojson }}\n{% endfor %}"
-    "{% for m in messages %}"
+    SHOW_TOOLS + "{% for m in messages %}"
     "{% if m['role'] == 'tool' %}<|user|>RESULT {{ m['content'] }}"
     "{% elif m['role'] == 'assistant' %}<|assistant|>{{ m['content'] if m['content'] else '' }}"
     "{% set ns = namespace(first=true) %}"
