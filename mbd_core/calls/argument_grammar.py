@@ -62,8 +62,10 @@ class ArgumentGrammar:
     def _json(self, schema: Any) -> str:
         """A value as JSON, under a schema that may refer to its function's shared schemas."""
         shared = {name: self._root[name] for name in MAPS_OF_SHARED if name in self._root}
+        if not _joins_schemas(self._root):
+            shared = {name: _each_closed(schemas) for name, schemas in shared.items()}
         if isinstance(schema, Mapping):
-            whole = {**shared, **_closed(schema)}
+            whole = {**_closed(schema), **shared}
         else:  # true takes every value, false none
             whole = shared if schema else {**shared, "not": {}}
         self.schemas.append((self._function, {"x-guidance": SEPARATORS, **whole}))
@@ -287,24 +289,47 @@ def _closed(schema: Any) -> Any:
     """The schema, in which objects with named properties allow no other properties: the model would make up their
     names, and no function takes them.
 
-    An object with a keyword of `OPENING` stays as it is.
+    An object with a keyword of `OPENING` stays as it is, and so do alternatives beside another part of their object.
     """
     if not isinstance(schema, Mapping):
         return schema
     kept = dict(schema)
-    if "items" in kept:
-        kept["items"] = _closed(kept["items"])
+    for keyword in ("items", "additionalProperties"):
+        if keyword in kept:
+            kept[keyword] = _closed(kept[keyword])
     if isinstance(kept.get("properties"), Mapping):
-        kept["properties"] = {name: _closed(part) for name, part in kept["properties"].items()}
+        kept["properties"] = _each_closed(kept["properties"])
         if kept.keys().isdisjoint(OPENING):
             kept["additionalProperties"] = False
+    for keyword in ("anyOf", "oneOf"):
+        if isinstance(kept.get(keyword), list) and not _joins(kept):
+            kept[keyword] = [_closed(part) for part in kept[keyword]]
     return kept
+
+
+def _each_closed(schemas: Any) -> Any:
+    return {name: _closed(part) for name, part in schemas.items()} if isinstance(schemas, Mapping) else schemas
 
 
 OPENING = frozenset(
     ("additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "$ref")
 )
 """Keywords beside `properties` by which an object may have more properties."""
+PARTS = frozenset(("properties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"))
+"""Keywords of which two together describe parts of one object."""
+
+
+def _joins(schema: Mapping[str, Any]) -> bool:
+    """Whether a schema describes one object in several parts, each of which allows the others' properties."""
+    whole = schema.get("allOf")
+    return len(schema.keys() & PARTS) > 1 or (isinstance(whole, list) and len(whole) > 1)
+
+
+def _joins_schemas(value: Any) -> bool:
+    """Whether any schema within `value` describes one object in several parts."""
+    if isinstance(value, Mapping):
+        return _joins(value) or any(map(_joins_schemas, value.values()))
+    return isinstance(value, list) and any(map(_joins_schemas, value))
 
 
 def _anywhere(pattern: str) -> str:

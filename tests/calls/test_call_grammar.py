@@ -116,6 +116,56 @@ def test_objects_have_further_properties_where_their_schema_says_so(
             assert accepts(tokenizer, held, form, form.calls([("run", arguments)])) is fits
 
 
+INNER = {"type": "object", "properties": {"a": {"type": "integer"}}}
+BASE = {"base": INNER}
+REFERENCE = {"$ref": "#/$defs/base"}
+
+
+@pytest.mark.parametrize("form", [HERMES, XML, PYTHONIC], ids=lambda form: form.name)
+@pytest.mark.parametrize(
+    "at",
+    [
+        REFERENCE,
+        {"anyOf": [REFERENCE, {"type": "null"}]},
+        {"anyOf": [INNER, {"type": "null"}]},
+        {"type": "array", "items": REFERENCE},
+        {"type": "object", "additionalProperties": INNER},
+        {"type": "array", "items": {"anyOf": [INNER, {"type": "null"}]}},
+    ],
+    ids=["shared", "shared or null", "or null", "list", "map", "list of alternatives"],
+)
+def test_no_object_has_made_up_properties_wherever_its_schema_stands(
+    tokenizer: PreTrainedTokenizerFast, form: CallForm, at: dict[str, Any]
+) -> None:
+    held = CallRule(
+        functions=(("run", {"type": "object", "properties": {"at": at}, "$defs": BASE}),), must=True, several=False
+    )
+    for value, fits in (({"a": 1}, True), ({"a": 1, "b": 2}, False)):
+        shown = {"array": [value], "object": {"k": value}}.get(str(at.get("type")), value)
+        text = form.calls([("run", {"at": shown})])
+        assert accepts(tokenizer, held, form, text) is fits
+
+
+@pytest.mark.parametrize(
+    "joined",
+    [
+        {"properties": {"b": {"type": "integer"}}, "allOf": [REFERENCE]},
+        {"allOf": [REFERENCE, {"properties": {"b": {"type": "integer"}}}]},
+        {"properties": {"b": {"type": "integer"}}, "anyOf": [REFERENCE]},
+        {"properties": {"b": {"type": "integer"}}, **REFERENCE},
+    ],
+    ids=["allOf beside", "allOf of two", "anyOf beside", "reference beside"],
+)
+def test_the_parts_of_one_object_allow_one_another_s_properties(
+    tokenizer: PreTrainedTokenizerFast, joined: dict[str, Any]
+) -> None:
+    schema = {"type": "object", "properties": {"at": joined}, "$defs": BASE}
+    held = CallRule(functions=(("run", schema),), must=True, several=False)
+    both = HERMES.calls([("run", {"at": {"b": 2, "a": 1}})])
+    other = HERMES.calls([("run", {"at": {"a": 1, "b": 2}})])
+    assert accepts(tokenizer, held, HERMES, both) or accepts(tokenizer, held, HERMES, other)
+
+
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 def test_an_answer_that_must_call_can_always_end_and_its_call_fits(
     tokenizer: PreTrainedTokenizerFast, tiny_model_dir: Path, form: CallForm
