@@ -75,7 +75,7 @@ def _turns_calls(number: int, *, json_text: bool) -> Iterator[dict[str, Any]]:
 
 
 def _found(text: str, form: CallForm, number: int) -> CallForm | None:
-    """The form, with the white space that this rendering has between calls; `None` if the form does not fit."""
+    """The form, with the white space that this rendering has around calls; `None` if the form does not fit."""
     written = [form.call(name, args, call_id=call_id) for call_id, (name, args) in zip(IDS, PROBES, strict=True)]
     _, shows, rest = text.partition(form.begin + written[0])
     if shows and number == 2:
@@ -83,9 +83,10 @@ def _found(text: str, form: CallForm, number: int) -> CallForm | None:
         if between.strip() != form.between.strip():
             return None
         form = replace(form, between=between or form.between)
-    if not shows or not rest.startswith(form.end):
+    before_end = rest[: len(rest) - len(rest.lstrip())] if form.end else ""
+    if not shows or not rest.startswith(before_end + form.end):
         return None
-    return replace(form, several=form.several and number == 2)
+    return replace(form, end=before_end + form.end, several=form.several and number == 2)
 
 
 def _with_text(render: Render, form: CallForm) -> CallForm:

@@ -174,6 +174,15 @@ def test_a_form_is_recognised_from_its_template(name: str) -> None:
     assert form_of(TEMPLATES[name]).name == name
 
 
+def test_white_space_that_a_template_has_around_calls_is_part_of_the_form() -> None:
+    end = "<｜tool▁call▁end｜>{% endfor %}"
+    spaced = end.replace("{%", "{{ '  ' if not loop.last }}{%") + "    "
+    indented = TEMPLATES["deepseek-short"].replace(end, spaced)
+    form = form_of(indented)
+    assert (form.name, form.between, form.end) == ("deepseek-short", "  ", "    <｜tool▁calls▁end｜>")
+    check_round_trip(indented, [("look_up", {"text": "  a"}), ("now", {})], seed=1)
+
+
 @pytest.mark.parametrize("shows_tools", [True, False])
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_prompt_shows_tools_and_calls_in_the_form_of_its_template(name: str, shows_tools: bool) -> None:
