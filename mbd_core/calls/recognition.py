@@ -16,7 +16,7 @@ from mbd_core.calls.forms import FORMS
 Render = Callable[..., str]
 """Renders turns, with `tools` and `add_generation_prompt` by name. Raises any error of the template."""
 
-SHAPE_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+SHAPE_ERRORS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """The errors that a chat template raises, beside its own `TemplateError`, for values of a wrong shape."""
 
 SAID = "Let me look"

@@ -142,8 +142,9 @@ def chat_text(
     of the template. `form_name` overrides the template's form of calls.
 
     Control tokens that messages, tools and variables spell stay text. `masking` masks them; by default it is made here
-    from these texts. Raises `ValueError` if the tokenizer has no template or the template refuses the chat (the order
-    of roles). Raises `VariableRefused` for a variable that cannot be set or that the template cannot use.
+    from these texts. Raises `ValueError` if the tokenizer has no template, or if the template refuses the chat (the
+    order of roles) or fails on it. Raises `VariableRefused` for a variable that cannot be set or that the template
+    cannot use.
     """
     if not tokenizer.chat_template:
         raise ValueError("the model's tokenizer has no chat template; send a plain prompt instead")
@@ -169,8 +170,8 @@ def chat_text(
     except TemplateError as error:
         raise ValueError(f"the model's chat template refuses these messages: {error}") from error
     except SHAPE_ERRORS as error:
-        if not variables:
-            raise
+        if not variables:  # Hermes' template follows a schema without a type for ever
+            raise ValueError(f"the model's chat template cannot show these messages and tools: {error}") from error
         raise VariableRefused(f"the model's chat template cannot use these values: {error}") from error
     if continues:
         text, found, _ = text.rpartition(TEXT_END)

@@ -196,6 +196,29 @@ def test_a_template_with_calls_in_another_form_is_refused(plain: Path, tmp_path:
     assert text[0]["choices"][0]["message"]["content"] is not None
 
 
+FOLLOWS_TYPES = (
+    "{% macro kind(s) %}{% if s.type %}{{ s.type }}{% else %}{{ kind(s) }}{% endif %}{% endmacro %}"
+    "{% for tool in tools or [] %}{% for v in tool.function.parameters.properties.values() %}{{ kind(v) }}{% endfor %}"
+    "{% endfor %}"
+) + QWEN
+
+
+def test_a_template_that_fails_on_a_schema_is_a_400(plain: Path, tmp_path: Path) -> None:
+    """As Hermes' template does, without an end, for a property without a type."""
+    folder = tool_folder(plain, tmp_path / "types", template=FOLLOWS_TYPES)
+    typed, untyped = {"type": "boolean"}, {"enum": ["a"]}
+    [good, refused] = asked_of(
+        folder,
+        *(
+            ("chat", {"tools": [tool("f", parameters={"properties": {"a": part}})], "max_tokens": 8})
+            for part in (typed, untyped)
+        ),
+    )
+    assert not isinstance(good, ApiError)
+    assert isinstance(refused, ApiError) and (refused.status, refused.param) == (400, "messages")
+    assert "the model's chat template cannot show these messages and tools" in refused.message
+
+
 @pytest.mark.parametrize("name", ["xml", "gemma", "pythonic", "mistral"])
 def test_calls_in_another_form_fit_whole_and_streamed_and_go_on(plain: Path, tmp_path: Path, name: str) -> None:
     folder = tool_folder(plain, tmp_path / name, template=TEMPLATES[name])
