@@ -90,6 +90,7 @@ def run(
     you trust: a distributed checkpoint's metadata is a pickle.
     """
     from mbd_core.checkpoint.adaptation.block_diffusion import convert_to_block_diffusion
+    from mbd_core.checkpoint.adaptation.gguf_files import find_gguf
     from mbd_core.checkpoint.conversion import convert
     from mbd_core.checkpoint.saving import save_random
     from mbd_core.checkpoint.shipped import model_folder
@@ -113,7 +114,7 @@ def run(
                 save_random(SHAPES[random], target, tokenizer=tokenizer_of(random), **writing)
             elif source is not None and to != "block-diffusion":
                 kind = None if experts is None else EXPERTS[experts]
-                source = source if source.exists() else model_folder(str(source))
+                source = source if source.exists() and not find_gguf(source) else model_folder(str(source))
                 convert(source, target, experts=kind, to=to, config_from=config, adapter=adapter, **writing)
             elif source is not None:
                 choices = {name: settings[name] for name in given}

@@ -127,6 +127,7 @@ def test_a_vocabulary_grows_only_where_the_mask_has_no_row(tmp_path: Path) -> No
         ("tiny-qwen3-moe", [], "give --layout sdar"),
         ("tiny-qwen2", ["--layout", "sdar"], "give --layout a2d"),
         ("tiny-qwen3", ["--mask-token", "<|im_end|>"], "take a new one, such as <|mask|>"),
+        ("tiny-qwen3", ["--block-size", "513"], "--block-size 513 is more than the 512 positions of"),
         ("tiny-a2d-llama", [], "convert an autoregressive model"),
         ("tiny-sdar", [], "convert an autoregressive model"),
     ],

@@ -10,6 +10,7 @@ import transformers
 from base_folders import base_folder
 from gguf_file import write_gguf
 
+from jobs.convert_checkpoint import main
 from mbd_core.checkpoint.folder import read_folder
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.shipped import model_folder
@@ -54,6 +55,13 @@ def test_a_gguf_is_the_model_that_it_was_made_of(
     logits = model.logits(model(ids_T[None], torch.arange(24)[None], causal)[0])
     theirs = getattr(transformers, f"{kind}ForCausalLM").from_pretrained(base).eval()
     torch.testing.assert_close(logits, theirs(ids_T[None]).logits[0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_gguf_is_converted_to_a_folder(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "model.gguf", base_folder(tmp_path / "base", "Qwen2", "tiny-qwen2"), "qwen2")
+    assert main([str(file), "--out", str(tmp_path / "made")]) == 0
+    made, before = load_model(tmp_path / "made").state_dict(), load_model(model_folder(str(file))).state_dict()
+    assert all(torch.equal(made[name], before[name]) for name in before)
 
 
 def test_quantised_weights_become_bfloat16(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from mbd_core.checkpoint.folder import read_folder
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.shipped import adapted, model_folder
 from mbd_core.models.model_config import ModelConfig
+from mbd_core.models.shapes import SHAPES
 
 BASE, FIRST, SECOND = "smollm2-135m", "first", "second"
 RECIPE: dict[str, Any] = {
@@ -85,7 +86,13 @@ def test_bad_input_is_a_sentence_and_leaves_nothing(tmp_path: Path, capsys: pyte
     (damaged / "recipe.json").write_text("{}")
     unsupported = write_adapter(tmp_path / "unsupported", config, seed=1)
     write_settings(unsupported, r=2, use_dora=True)
+    llama = write_model(tmp_path / "llama", SHAPES["tiny-llama"])
+    of_blocks = write_adapter(tmp_path / "of-blocks", SHAPES["tiny-llama"], seed=1)
+    (of_blocks / "recipe.json").write_text(json.dumps(RECIPE))
+    with pytest.raises(ValueError, match="a LlamaForCausalLM has no mask"):  # as an engine loads it
+        read_adapter(of_blocks, SHAPES["tiny-llama"])
     for arguments, said in (
+        ([llama, "--adapter", of_blocks], "mbd convert MODEL --to block-diffusion --block-size 4 --out BASE"),
         ([base, "--adapter", base], "has no adapter_config.json"),
         ([base, "--adapter", other], "this model asks for"),
         ([base, "--adapter", damaged], "recipe.json is cut or damaged"),

@@ -60,6 +60,8 @@ def plan_block_diffusion(
         )
     if block_size < 1:
         raise ValueError(f"--block-size {block_size} must be at least 1")
+    if block_size > config.max_positions:
+        raise ValueError(f"--block-size {block_size} is more than the {config.max_positions} positions of {base.path}")
     layouts = layouts_of(config)
     if layout not in layouts:
         remedy = f"give --layout {layouts[0]}" if layouts else "take a Llama, Qwen2 or Qwen3"

@@ -37,13 +37,22 @@ def whole_recipe(file: Path, recipe: object) -> dict[str, Any]:
 
 
 def config_after(config: ModelConfig, recipe: Mapping[str, Any]) -> ModelConfig:
-    """A base's configuration after the training of a recorded recipe. A record of an older version may lack fields."""
+    """A base's configuration after the training of a recorded recipe. A record of an older version may lack fields.
+
+    Raises `ValueError` for a recipe that fills masks and a base without a mask.
+    """
     states = recipe["states"]
     if states.get("layouts") == "none":
         return ar_config(config)
+    block_size = recipe["generation"].get("block_size", states["block_size"])
+    if not config.has_mask:
+        raise ValueError(
+            f"{RECIPE} is of a training that filled masks in blocks of {block_size}, and a {config.architecture} has no "
+            f"mask; make its base first: mbd convert MODEL --to block-diffusion --block-size {block_size} --out BASE"
+        )
     return block_config(
         config,
-        block_size=recipe["generation"].get("block_size", states["block_size"]),
+        block_size=block_size,
         clean=states.get("clean", "block_causal"),
         has_ar_loss=states.get("ar_weight", 0) > 0,
     )
