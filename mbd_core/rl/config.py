@@ -193,7 +193,10 @@ class RLRecipe:
 
     def _check_distillation(self) -> None:
         if self.objective != PolicyObjective():
-            raise ValueError("a teacher is the only objective beside it: leave the fields of objective out")
+            raise ValueError(
+                "a teacher is the only objective: take a recipe without another, as tiny-opd, and leave the fields of "
+                "objective out"
+            )
         if self.rollouts.record_experts:
             raise ValueError(
                 "record_experts records the experts of the engine's forwards, and a teacher's rows draw few of them"

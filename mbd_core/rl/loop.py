@@ -140,9 +140,10 @@ class RLRun:
                 f"{self._why_idle(lines[-num_idle:])}"
             )
         if lines and all(line.get("idle") for line in lines):
+            limit = ended_by(recipe, lines, fronts) or f"all are done (--iterations {recipe.iterations})"
             raise RuntimeError(
                 f"none of its {len(lines)} iterations taught anything, and the model is as it was: "
-                f"{self._why_idle(lines)}; going on needs more --iterations"
+                f"{self._why_idle(lines)}; going on needs a higher limit, since {limit}"
             )
         return self._write_model()
 

@@ -72,6 +72,12 @@ class RolloutPlan:
         place = fetch_model(recipe.model)
         start = model_folder(place)
         contents = read_folder(start)
+        if contents.config.prefix_methods:
+            raise ValueError(
+                f"model '{recipe.model}' decodes with {' or '.join(contents.config.prefix_methods)}, and a learner "
+                "scores answers that were decoded in blocks; give a block-diffusion model, such as mbd convert --to "
+                "block-diffusion and a training make of an autoregressive one"
+            )
         if recipe.train.teacher is not None:
             find_teacher(recipe.train.teacher, contents, lora=recipe.train.lora is not None, fetch=fetch_model)
         rollouts = recipe.rollouts

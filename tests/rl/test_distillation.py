@@ -81,6 +81,7 @@ def test_a_run_that_goes_on_is_the_run(bases: tuple[Path, Path], tmp_path: Path)
         (["--teacher-reads", "text"], "trained to fill masks"),
         (["--teacher", "ledger-bd", "--teacher-reads", "text"], "does not read causally"),
         (["--nll", "0.1"], "leave the fields of objective out"),
+        (["--recipe", "tiny-rl", "--teacher", "ledger-mbd"], "take a recipe without another, as tiny-opd"),
         (["--first-tokens", "4000"], "more than the limit"),
         (["--recipe", "tiny-rl", "--group", "1"], "no answers to compare"),
     ],

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from base_folders import base_folder
 from rl_runs import DIGITS, ENGINE, finish, rollout_rows, timeless_lines, tiny_run
 from rl_runs import number_lines as lines
 
@@ -209,8 +210,10 @@ def test_groups_that_teach_nothing_leave_the_weights_and_the_run_says_so(
     tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = tiny_run(tiny_model_dir, iterations=2, groups=GroupConfig(), rewards=NEVER_RIGHT)
-    with pytest.raises(RuntimeError, match="4 were dropped"):
+    with pytest.raises(RuntimeError, match=r"4 were dropped.*a higher limit, since all are done \(--iterations 2\)"):
         finish(recipe, tmp_path / "run")
+    with pytest.raises(RuntimeError, match=r"a higher limit, since 8 answers were drawn \(--max-rollouts 1\)"):
+        finish(replace(recipe, max_rollouts=1), tmp_path / "limited")
     why = "of 2 groups, 2 were dropped, since their share of right answers is below 0.01 (--least-right 0 keeps them)"
     said = capsys.readouterr().out
     assert f"iteration 1 taught nothing: {why}" in said and f"iteration 2 taught nothing: {why}" in said
@@ -308,6 +311,7 @@ def test_bad_input_is_one_sentence(tiny_model_dir: Path, tmp_path: Path, capsys:
             (bare / file.name).write_bytes(file.read_bytes())
     refused = [
         ({"model": str(bare)}, "bare.*tokenizer"),
+        ({"model": str(base_folder(tmp_path / "ar", "Llama", "tiny-llama"))}, "ar' decodes with ar, and a learner"),
         ({"rollouts": replace(recipe.rollouts, task="gsm8k")}, r"task 'gsm8k' needs the file .*--data PATH"),
         ({"rollouts": replace(recipe.rollouts, prompt_recipe="none")}, "unknown recipe 'none'"),
         (
