@@ -206,6 +206,7 @@ def model_needs(endpoint: EndpointArgs, obstacles: list[str]) -> Iterator[Table]
 
     from mbd_core.checkpoint.config import eos_origin
     from mbd_core.checkpoint.folder import read_folder
+    from mbd_core.engine.build import engine_block_size
     from mbd_core.engine.parallel.leader import check_size
     from mbd_core.serving.tokens.draft_folder import read_draft
     from mbd_core.serving.tokens.load import default_device, engine_dtype
@@ -234,6 +235,7 @@ def model_needs(endpoint: EndpointArgs, obstacles: list[str]) -> Iterator[Table]
         ],
     )
     try:
+        engine_block_size(config, endpoint.engine)
         check_size(config, ranks, device=device.type)
         yield kernels(folder, draft, endpoint, device, wide)
     except ValueError as error:

@@ -169,13 +169,18 @@ def _logits_chunk(vocab_size: int, block_size: int) -> int:
 
 def _check(model: Decoder, config: EngineConfig, vocab_limit: int | None) -> int:
     """The engine's block size; `ValueError` for settings that contradict the model."""
-    c = model.config
-    if vocab_limit is not None and not 1 <= vocab_limit <= c.vocab_size:
-        raise ValueError(f"vocab_limit={vocab_limit} must lie in 1..{c.vocab_size}")
-    if config.block_size not in (None, c.block_size) and c.attention == "block_causal":
-        raise ValueError(f"block_size={config.block_size} cannot be honoured: the model has {c.block_size}")
-    config.positions(c.max_positions)
-    block_size = config.block_size or c.block_size
+    vocab_size = model.config.vocab_size
+    if vocab_limit is not None and not 1 <= vocab_limit <= vocab_size:
+        raise ValueError(f"vocab_limit={vocab_limit} must lie in 1..{vocab_size}")
+    return engine_block_size(model.config, config)
+
+
+def engine_block_size(model: ModelConfig, config: EngineConfig) -> int:
+    """The block size of an engine of a model; `ValueError` for lengths that contradict the model or each other."""
+    if config.block_size not in (None, model.block_size) and model.attention == "block_causal":
+        raise ValueError(f"block_size={config.block_size} cannot be honoured: the model has {model.block_size}")
+    config.positions(model.max_positions)
+    block_size = config.block_size or model.block_size
     if config.max_prefill_tokens < block_size:
         raise ValueError(f"max_prefill_tokens={config.max_prefill_tokens} is less than a block ({block_size})")
     return block_size

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -181,6 +182,10 @@ def test_the_doctor_says_why_a_model_cannot_be_served(
 ) -> None:
     code, said = diagnosis(capsys, "--kv-memory-fraction", "0.0000000001")
     assert code == 1 and "kv_memory_fraction" in said["obstacles"][0] and not said["serves"]
+    config = replace(SHAPES["tiny-sdar"], block_size=4096, max_positions=8192)
+    save_random(config, tmp_path / "long", tokenizer=shape_tokenizer(config))
+    code, said = diagnosis(capsys, "--model", str(tmp_path / "long"))
+    assert (code, said["obstacles"]) == (1, ["max_prefill_tokens=2048 is less than a block (4096)"])
     monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
     assert main(["doctor"]) == 1
     assert "http://127.0.0.1:8265" in capsys.readouterr().out.splitlines()[-1]
