@@ -92,7 +92,7 @@ def test_bad_input_is_a_sentence_and_leaves_nothing(tmp_path: Path, capsys: pyte
     with pytest.raises(ValueError, match="a LlamaForCausalLM has no mask"):  # as an engine loads it
         read_adapter(of_blocks, SHAPES["tiny-llama"])
     for arguments, said in (
-        ([llama, "--adapter", of_blocks], "mbd convert MODEL --to block-diffusion --block-size 4 --out BASE"),
+        ([llama, "--adapter", of_blocks], "mbd convert DIR --to block-diffusion --block-size 4 --out BASE"),
         ([base, "--adapter", base], "has no adapter_config.json"),
         ([base, "--adapter", other], "this model asks for"),
         ([base, "--adapter", damaged], "recipe.json is cut or damaged"),

@@ -47,8 +47,8 @@ def config_after(config: ModelConfig, recipe: Mapping[str, Any]) -> ModelConfig:
     block_size = recipe["generation"].get("block_size", states["block_size"])
     if not config.has_mask:
         raise ValueError(
-            f"{RECIPE} is of a training that filled masks in blocks of {block_size}, and a {config.architecture} has no "
-            f"mask; make its base first: mbd convert MODEL --to block-diffusion --block-size {block_size} --out BASE"
+            f"{RECIPE} is of a training that filled masks in blocks of {block_size}, and a {config.architecture} has "
+            f"no mask; make its base first: mbd convert DIR --to block-diffusion --block-size {block_size} --out BASE"
         )
     return block_config(
         config,
