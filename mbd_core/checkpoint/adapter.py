@@ -64,15 +64,10 @@ def read_adapter(folder: Path, config: ModelConfig, *, shard: Shard | None = Non
     for stored, a, b in factors.values():
         for part, rows in zip(stored.parts, b.split(list(stored.lengths)), strict=True):
             products[part.target.removesuffix(".weight")] = a, rows * scale
-    return Adapter(rank, products, ar_mode=_has_ar_mode(folder, config))
-
-
-def _has_ar_mode(folder: Path, config: ModelConfig) -> bool:
-    """Whether the adapted model has an autoregressive mode: by the recipe of the adapter's training, or without a
-    recipe by the base."""
     if not (folder / RECIPE).is_file():
-        return config.ar_mode
-    return config_after(config, whole_recipe(folder / RECIPE, read_json(folder / RECIPE))).ar_mode
+        return Adapter(rank, products, ar_mode=config.ar_mode)
+    trained = config_after(config, whole_recipe(folder / RECIPE, read_json(folder / RECIPE)))
+    return Adapter(rank, products, ar_mode=trained.ar_mode, block_size=trained.block_size)
 
 
 def read_changes(folder: Path, config: ModelConfig) -> dict[str, Callable[[], Tensor]]:

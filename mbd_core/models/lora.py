@@ -42,12 +42,14 @@ PLACE = {product: (group, at) for group, products in PRODUCTS.items() for at, pr
 class Adapter:
     """One adapter of a whole model: A (r, I) and B (O, r) by the decoder's module. B contains the scale.
 
-    `ar_mode`: the adapted model has an autoregressive mode.
+    `ar_mode`: the adapted model has an autoregressive mode. `block_size`: the blocks that it was trained in, `None` if
+    nothing says so.
     """
 
     rank: int
     factors: Mapping[str, tuple[Tensor, Tensor]]
     ar_mode: bool = False
+    block_size: int | None = None
 
 
 def adapted_modules(config: ModelConfig) -> Iterator[tuple[int, str, str]]:

@@ -1,6 +1,7 @@
 """LoRA adapters by name in the engine: a row of a mixed batch gets what its adapter gives, merged into the weights."""
 
 import copy
+import json
 import pickle
 import random
 from collections import Counter
@@ -219,11 +220,14 @@ def test_what_cannot_be_loaded_changes_nothing(
     served = engine(model, max_adapters=1, max_rank=2)
     large = write_adapter(tmp_path / "large", model.config, seed=0, rank=3)
     other = write_adapter(tmp_path / "other", replace(model.config, hidden_size=64), seed=0, rank=1)
+    longer = write_adapter(tmp_path / "longer", model.config, seed=0, rank=1)
+    (longer / "recipe.json").write_text(json.dumps({"states": {"block_size": 2 * B}, "generation": {}}))
     for name, path, says in (
         ("", folder, "needs a name"),
         ("a", tmp_path, "is not an adapter folder"),
         ("a", large, "r=3 exceeds this engine's max_rank=2"),
         ("a", other, "this model asks for"),
+        ("a", longer, f"was trained in blocks of {2 * B}, and this model has blocks of {B}"),
     ):
         with pytest.raises(ValueError, match=says):
             served.load_adapter(name, path)

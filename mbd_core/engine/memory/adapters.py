@@ -60,6 +60,12 @@ class ResidentAdapters:
         adapter = read_adapter(folder, self._config, shard=self._shard)
         if adapter.rank > self._slots.max_rank:
             raise ValueError(f"{folder}: r={adapter.rank} exceeds this engine's max_rank={self._slots.max_rank}")
+        blocks = self._config.block_size
+        if self._config.attention == "block_causal" and adapter.block_size not in (None, blocks):
+            raise ValueError(
+                f"{folder} was trained in blocks of {adapter.block_size}, and this model has blocks of {blocks}; "
+                "load it beside its own base, or merge it: mbd convert BASE --adapter ADAPTER --out DIR"
+            )
         return adapter
 
     def place(self, name: str, adapter: Adapter) -> None:
