@@ -28,7 +28,7 @@ from mbd_core.fields import DATA, DECODING, ENGINE, MODEL, OUTPUT, Flag, Ge, loa
 from mbd_core.files import check_target_folder, folder_beside, write_text
 from mbd_core.tables import Cell
 from research.real.data import Row, streams
-from research.real.others import ArmReply, by_llama_cpp, by_transformers, check_llama_cpp
+from research.real.others import ArmReply, by_llama_cpp, by_transformers, llama_cpp_file
 from research.tables import table_lines
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ ARMS = {
     "the same, drafted 16 at once": Arm(model="smollm2-mbd", decoding={"causal": {"block_length": 16}}),
 }
 BASE, SINGLE, NAIVE, TRAINED, CONTROL, OWN, DRAFTED = ARMS
+LLAMA_CPP = "base, llama.cpp"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +128,12 @@ def run(
     transformers: Annotated[bool, Flag("Ask the base by transformers' generate, too.", MODEL)] = False,
     llama_cpp: Annotated[
         Path | None,
-        Flag("Ask the base by llama.cpp, too (package llama-cpp-python): its GGUF file.", MODEL, metavar="FILE"),
+        Flag(
+            "The GGUF file that llama.cpp reads. Where llama-cpp-python is installed, it is asked, too.",
+            MODEL,
+            metavar="FILE",
+            default="the base's; none with --only",
+        ),
     ] = None,
     out: Annotated[
         Path | None, Flag("Folder that keeps the rows; DIR-partial, if an arm fails.", OUTPUT, metavar="DIR")
@@ -152,13 +158,18 @@ def run(
         return
     if out is None:
         refuse_given(run, "without --out", overwrite=overwrite)
-    if llama_cpp is not None:
-        check_llama_cpp(llama_cpp)
     if only and not arms:
         raise ValueError("--only needs --arms; leave it out or name some")
     chosen = {**({} if only else ARMS), **{name: load(Arm, values) for name, values in (arms or {}).items()}}
     if out is not None:
         check_target_folder(out, KIND, overwrite=overwrite)
+    gguf, without = None, ""
+    try:
+        gguf = None if only and llama_cpp is None else llama_cpp_file(llama_cpp, ARMS[BASE].model)
+    except (ValueError, RuntimeError, OSError) as error:
+        if llama_cpp is not None:
+            raise
+        without = str(error)
     questions = drawn_questions(limit, gsm8k_folder, split)
     rows: list[Answered] = []
     try:
@@ -180,9 +191,12 @@ def run(
         if transformers:
             asked = by_transformers(ARMS[BASE].model, dtype, max_tokens=MAX_TOKENS)
             rows += list(answers_of("base, transformers' generate", asked, questions))
-        if llama_cpp is not None:
-            asked = by_llama_cpp(llama_cpp, max_tokens=MAX_TOKENS)
-            rows += list(answers_of("base, llama.cpp", asked, questions))
+        if gguf is not None:
+            try:
+                with by_llama_cpp(gguf, max_tokens=MAX_TOKENS) as asked:
+                    rows += list(answers_of(LLAMA_CPP, asked, questions))
+            except RuntimeError as error:
+                without = str(error)
     except BaseException:
         if out is not None and rows:
             partial_out = out.with_name(f"{out.name}-partial")
@@ -192,6 +206,10 @@ def run(
     if out is not None:
         _keep(rows, out, overwrite=overwrite)
     print("\n".join(report(rows)))
+    if without and llama_cpp is not None:
+        raise RuntimeError(without)
+    if without:
+        print(without)
 
 
 def _keep(rows: Sequence[Answered], out: Path, *, overwrite: bool) -> None:
@@ -253,7 +271,8 @@ def _reply(answer: Answer) -> ArmReply:
 
 
 def report(rows: Sequence[Answered]) -> list[str]:
-    """One table. Then five sentences if the rows have all `ARMS` and were timed, else the arms' sign tests."""
+    """One table. Then five sentences if the rows have all `ARMS` and were timed, one more if they have llama.cpp; else
+    the arms' sign tests."""
     arms, tasks = list(dict.fromkeys(row.arm for row in rows)), list(dict.fromkeys(row.task for row in rows))
     lines: list[list[Cell]] = []
     for arm in arms:
@@ -289,6 +308,12 @@ def report(rows: Sequence[Answered]) -> list[str]:
         f"{_against(of[TRAINED], of[NAIVE], 'MultiBD before it')}, in "
         f"{_against(of[TRAINED], of[SINGLE], 'SingleBD')}, and in "
         f"{_against(of[TRAINED], of[CONTROL], 'the fine-tuned base')}.",
+        *(
+            f"The base by llama.cpp writes {_tps(own):.1f} tokens a second, MultiBD after MultiTF "
+            f"{_tps(of[TRAINED]) / _tps(own):.2f} times as many."
+            for arm, own in of.items()
+            if arm == LLAMA_CPP
+        ),
     ]
 
 

@@ -1,11 +1,17 @@
 """The base in the engines of other projects, for comparison with this project's arms: one request, greedy, on this
 machine."""
 
-import importlib
-from collections.abc import Callable
+import multiprocessing
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import cast
 
+from mbd_core.checkpoint.adaptation.fetching import fetched_gguf
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.config import Dtype
 
@@ -45,32 +51,66 @@ def by_transformers(model: str, dtype: Dtype, *, max_tokens: int) -> Callable[[s
     return ask
 
 
-def check_llama_cpp(file: Path) -> None:
-    """Raises `ValueError` if there is no such file, or no llama.cpp to read it."""
-    if not file.is_file():
-        raise ValueError(f"--llama-cpp {file} is no file: name the model's GGUF file (the model's wheel may hold one)")
-    try:
-        importlib.import_module("llama_cpp")
-    except ImportError as error:
+def llama_cpp_file(given: Path | None, base: str) -> Path:
+    """The GGUF file that llama.cpp is to read: the given file, or that of the wheel of `base`.
+
+    Raises `ValueError` if there is no such file or no llama.cpp to read it, and `RuntimeError` if pip gets no wheel.
+    """
+    if given is not None and not given.is_file():
         raise ValueError(
-            f"--llama-cpp needs the package llama-cpp-python: pip install llama-cpp-python ({error})"
-        ) from None
+            f"--llama-cpp {given} is no file: name the model's GGUF file (the model's wheel may hold one)"
+        )
+    # in a process of its own, which a build for another processor ends
+    done = subprocess.run([sys.executable, "-c", "import llama_cpp"], capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
+        raise ValueError(f"llama.cpp is not installed ({reason}): pip install llama-cpp-python adds its row")
+    if given is not None:
+        return given
+    try:
+        return fetched_gguf(base)
+    except RuntimeError as error:
+        raise RuntimeError(f"llama.cpp has no GGUF file of {base}; name one by --llama-cpp ({error})") from None
 
 
-def by_llama_cpp(file: Path, *, max_tokens: int) -> Callable[[str], ArmReply]:
-    """The base by llama.cpp's greedy decoding of a GGUF file, on as many threads as PyTorch has."""
+@contextmanager
+def by_llama_cpp(file: Path, *, max_tokens: int) -> Iterator[Callable[[str], ArmReply]]:
+    """The base by llama.cpp's greedy decoding of a GGUF file, on as many threads as PyTorch has.
+
+    It runs in a process of its own. If that ends, an answer raises `RuntimeError`.
+    """
     import torch
-    from llama_cpp import Llama
 
-    threads = torch.get_num_threads()
-    network = Llama(str(file), n_ctx=2048, n_threads=threads, n_threads_batch=threads, verbose=False)
+    context = multiprocessing.get_context("spawn")
+    ours, its = context.Pipe()
+    options = {"file": str(file), "threads": torch.get_num_threads(), "max_tokens": max_tokens}
+    process = context.Process(target=_answer_by_llama_cpp, args=(its,), kwargs=options, daemon=True)
+    process.start()
+    its.close()  # so that our end sees the end of the process
 
     def ask(question: str) -> ArmReply:
+        try:
+            ours.send(question)
+            return cast(ArmReply, ours.recv())
+        except (EOFError, OSError):
+            process.join()
+            raise RuntimeError(f"llama.cpp failed (exit code {process.exitcode}) and has no row") from None
+
+    try:
+        yield ask
+    finally:
+        process.terminate()
+        process.join()
+
+
+def _answer_by_llama_cpp(pipe: Connection, *, file: str, threads: int, max_tokens: int) -> None:
+    from llama_cpp import Llama
+
+    network = Llama(file, n_ctx=2048, n_threads=threads, n_threads_batch=threads, verbose=False)
+    while True:
+        turns = [{"role": "user", "content": pipe.recv()}]
         network.reset()  # no request gets the keys of an earlier request
-        turns = [{"role": "user", "content": question}]
         reply = network.create_chat_completion(turns, temperature=0.0, repeat_penalty=1.0, max_tokens=max_tokens)
         choice, tokens = reply["choices"][0], reply["usage"]["completion_tokens"]
         num_ends = int(choice["finish_reason"] == "stop")
-        return ArmReply(text=choice["message"]["content"], tokens=tokens, forwards=tokens + num_ends)
-
-    return ask
+        pipe.send(ArmReply(text=choice["message"]["content"], tokens=tokens, forwards=tokens + num_ends))

