@@ -14,7 +14,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -28,6 +28,7 @@ from mbd_core.fields import DATA, DECODING, ENGINE, MODEL, OUTPUT, Flag, Ge, loa
 from mbd_core.files import check_target_folder, folder_beside, write_text
 from mbd_core.tables import Cell
 from research.real.data import Row, streams
+from research.real.likelihood import read_by
 from research.real.others import ArmReply, by_llama_cpp, by_transformers, llama_cpp_file
 from research.tables import table_lines
 
@@ -69,7 +70,8 @@ LLAMA_CPP = "base, llama.cpp"
 class Answered:
     """An arm's answer to a question, asked without other requests: its tokens, its forwards, the request's seconds.
 
-    Published rows lack the texts, because others own them; a digest tells equal texts.
+    `nats` is its negative log-likelihood under the base, which reads it as `tokens_read`. Published rows lack the
+    texts, because others own them; a digest tells equal texts.
     """
 
     arm: str
@@ -78,6 +80,8 @@ class Answered:
     tokens: int
     forwards: int
     seconds: float
+    nats: float | None = None
+    tokens_read: int = 0
     digest: str = ""
     question: str = ""
     wanted: str = ""
@@ -135,6 +139,7 @@ def run(
             default="the base's; none with --only",
         ),
     ] = None,
+    likelihood: Annotated[bool, Flag("Measure how likely the answers are to the base, too.", MODEL)] = False,
     out: Annotated[
         Path | None, Flag("Folder that keeps the rows; DIR-partial, if an arm fails.", OUTPUT, metavar="DIR")
     ] = None,
@@ -152,7 +157,7 @@ def run(
     if report_only is not None:
         options: dict[str, object] = {"limit": limit, "gsm8k_folder": gsm8k_folder, "split": split, "arms": arms}
         options |= {"only": only, "at_once": at_once, "tau_m2t": tau_m2t, "dtype": dtype, "transformers": transformers}
-        options |= {"llama_cpp": llama_cpp, "out": out, "overwrite": overwrite}
+        options |= {"llama_cpp": llama_cpp, "likelihood": likelihood, "out": out, "overwrite": overwrite}
         refuse_given(run, "with --report-only, which asks nothing", **options)
         print("\n".join(report(kept_rows(report_only))))
         return
@@ -197,6 +202,8 @@ def run(
                     rows += list(answers_of(LLAMA_CPP, asked, questions))
             except RuntimeError as error:
                 without = str(error)
+        if likelihood:
+            rows = read_by_base(rows)
     except BaseException:
         if out is not None and rows:
             partial_out = out.with_name(f"{out.name}-partial")
@@ -262,6 +269,16 @@ def answered(arm: str, task: str, row: Row, reply: ArmReply, *, seconds: float) 
     )
 
 
+def read_by_base(rows: Sequence[Answered]) -> list[Answered]:
+    """The rows with their answers' likelihood under the base."""
+    read = read_by(ARMS[BASE].model)
+    read_rows = []
+    for row in tqdm(rows, desc=f"{'read by the base':<28}", unit="answer"):
+        nats, tokens = read(row.question, row.text)
+        read_rows.append(replace(row, nats=round(nats, 3), tokens_read=tokens))
+    return read_rows
+
+
 def _ask_engine(llm: LLM, question: str) -> ArmReply:
     return _reply(llm.chat(question, max_tokens=MAX_TOKENS))
 
@@ -274,12 +291,15 @@ def report(rows: Sequence[Answered]) -> list[str]:
     """One table. Then five sentences if the rows have all `ARMS` and were timed, one more if they have llama.cpp; else
     the arms' sign tests."""
     arms, tasks = list(dict.fromkeys(row.arm for row in rows)), list(dict.fromkeys(row.task for row in rows))
+    has_nats = any(row.nats is not None for row in rows)
     lines: list[list[Cell]] = []
     for arm in arms:
         own = [row for row in rows if row.arm == arm]
         right = [_percent([row.is_right for row in own if row.task == task]) for task in tasks]
-        lines.append([arm, *right, _percent([row.is_right for row in own]), f"{_tpf(own):.2f}", _tps_text(own)])
+        nats = [_nats_text(own)] if has_nats else []
+        lines.append([arm, *right, _percent([row.is_right for row in own]), f"{_tpf(own):.2f}", _tps_text(own), *nats])
     heads = ["", *(f"{task}, right (%)" for task in tasks), "all", "tokens a forward", "tokens a second"]
+    heads += ["nats a token under the base"] if has_nats else []
     of = {arm: [row for row in rows if row.arm == arm] for arm in arms}
     if not set(ARMS) <= set(of) or not all(row.seconds for row in rows):
         # a kept arm may have failed midway
@@ -339,6 +359,11 @@ def _tpf(rows: Sequence[Answered]) -> float:
 
 def _tps_text(rows: Sequence[Answered]) -> str:
     return f"{_tps(rows):.1f}" if all(row.seconds for row in rows) else ""
+
+
+def _nats_text(rows: Sequence[Answered]) -> str:
+    nats, tokens = [row.nats for row in rows if row.nats is not None], sum(row.tokens_read for row in rows)
+    return f"{sum(nats) / tokens:.2f}" if len(nats) == len(rows) and tokens else ""
 
 
 def _tps(rows: Sequence[Answered]) -> float:

@@ -8,6 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from base_folders import base_folder
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mbd_core
 from research.real import comparison, others
@@ -23,6 +26,7 @@ from research.real.comparison import (
     SINGLE,
     TRAINED,
     Answered,
+    Arm,
     main,
 )
 from research.real.others import ArmReply
@@ -195,6 +199,34 @@ def test_each_two_of_other_arms_are_tested() -> None:
     assert "and cut in" not in text
     assert "- b alone is right in 0 and c in 0 (p = 1.000). 1 of 2 answers are the same." in text
     assert "sign" not in "\n".join(comparison.report([row]))
+
+
+def test_likelihoods_under_the_base_are_those_of_transformers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = base_folder(tmp_path / "base", "Llama", "tiny-llama", max_position_embeddings=1024)
+    reply = ArmReply(text="is 5", tokens=9, forwards=2)
+    monkeypatch.setattr(mbd_core, "LLM", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(comparison, "_ask_engine", lambda *_: reply)
+    monkeypatch.setattr(comparison, "ARMS", {BASE: Arm(model=str(folder), decoding={})})
+    assert main(["--limit", "2", "--likelihood", "--out", str(tmp_path / "out")]) == 0
+    rows = comparison.kept_rows(tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for row in rows:
+        turns = [{"role": "user", "content": row.question}]
+        prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+        tokens = tokenizer("is 5", add_special_tokens=False).input_ids
+        labels = torch.tensor([[-100] * len(prompt) + tokens])
+        with torch.inference_mode():
+            mean = float(network(torch.tensor([[*prompt, *tokens]]), labels=labels).loss)
+        assert row.nats == pytest.approx(mean * len(tokens), abs=2e-3) and row.tokens_read == len(tokens)
+    mean = sum(row.nats or 0.0 for row in rows) / sum(row.tokens_read for row in rows)
+    asked = capsys.readouterr().out
+    assert "| nats a token under the base |" in asked and f"| {mean:.2f} |" in asked
+    assert main(["--report-only", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out.splitlines() == asked.splitlines()[:3]
+    assert "nats" not in "\n".join(comparison.report([replace(row, nats=None) for row in rows]))
 
 
 @pytest.mark.parametrize("folder", ["real", "real-arms", "real-drafted", "real-one-model", "real-both-modes"])
