@@ -2,7 +2,7 @@
 
 `python -m research calls --sweep out/calls/sweep --out out/calls/report` judges the answers of sweeps over
 `bfcl:multiple`, `bfcl-free:multiple` and `bfcl:irrelevance`, and keeps a row an answer, without its text.
-`--report-only` prints the tables of kept rows again.
+`--report-only` prints the tables of kept rows again, `--category` those of another kind of question.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, Literal
@@ -23,7 +23,9 @@ from mbd_core.tables import Cell
 from research.tables import table_lines
 
 KIND, ROWS, TIMES = "judged calls", "rows.jsonl", "times.jsonl"
-GRAMMAR, FREE, NONE_FITS = "bfcl:multiple", "bfcl-free:multiple", "bfcl:irrelevance"
+CATEGORY = "multiple"
+FREE, GRAMMAR, NONE_FITS = "no", "yes", "yes, none fits"
+"""Whether an answer was held to a grammar of calls, as the tables say it."""
 SweptArm = tuple[str, str]
 """A model and a method."""
 Step = Literal["is_call", "is_valid", "is_function", "is_right"]
@@ -120,6 +122,7 @@ def run(
     report_only: Annotated[
         Path | None, Flag("Judge nothing: the tables of the rows in this folder.", OUTPUT, metavar="DIR")
     ] = None,
+    category: Annotated[str, Flag("Questions of the tables: a category of BFCL's.", OUTPUT)] = CATEGORY,
 ) -> None:
     """Judges the calls of a study's sweeps, and prints its tables."""
     from mbd_core.evaluation.sweep.folder import read_samples, read_times
@@ -130,7 +133,7 @@ def run(
         refuse_given(run, "without --out", overwrite=overwrite)
     if report_only is not None:
         refuse_given(run, "with --report-only, which judges nothing", out=out)
-        print("\n".join(report(*kept(report_only))))
+        print("\n".join(report(*kept(report_only), category)))
         return
     if out is not None:
         check_target_folder(out, KIND, overwrite=overwrite)
@@ -151,7 +154,7 @@ def run(
         with folder_beside(out, KIND, overwrite=overwrite) as folder:
             for name, rows in ((ROWS, answers), (TIMES, times)):
                 write_text(folder / name, "".join(json.dumps(asdict(row)) + "\n" for row in rows))
-    print("\n".join(report(answers, times)))
+    print("\n".join(report(answers, times, category)))
 
 
 def kept(folder: Path) -> tuple[list[JudgedAnswer], list[TimedAnswer]]:
@@ -165,14 +168,21 @@ def kept(folder: Path) -> tuple[list[JudgedAnswer], list[TimedAnswer]]:
     ]
 
 
-def report(answers: Sequence[JudgedAnswer], times: Sequence[TimedAnswer]) -> list[str]:
+def report(answers: Sequence[JudgedAnswer], times: Sequence[TimedAnswer], category: str = CATEGORY) -> list[str]:
     """A table of the arms, a table of paired comparisons, and a table of a forward's milliseconds.
 
-    The first arm is the control.
+    The first arm is the control. Raises `ValueError` if no answer is to a question of the category.
     """
+    named = {f"bfcl-free:{category}": FREE, f"bfcl:{category}": GRAMMAR, "bfcl:irrelevance": NONE_FITS}
     of: dict[tuple[SweptArm, str], list[JudgedAnswer]] = defaultdict(list)
     for row in answers:
-        of[row.arm, row.task].append(row)
+        if row.task in named:
+            of[row.arm, named[row.task]].append(row)
+    if not any(held != NONE_FITS for _, held in of):
+        raise ValueError(
+            f"no answer is to bfcl:{category}; there are {', '.join(sorted({row.task for row in answers}))}"
+        )
+    times = [replace(row, task=named[row.task]) for row in times if row.task in named]
     arms = list(dict.fromkeys(row.arm for row in answers))
     return [
         *table_lines(
@@ -198,13 +208,13 @@ def _time_table(arms: Sequence[SweptArm], times: Sequence[TimedAnswer]) -> list[
 
 
 def _arm_lines(arm: SweptArm, of: Mapping[tuple[SweptArm, str], Sequence[JudgedAnswer]]) -> Iterator[list[Cell]]:
-    for task, grammar in ((FREE, "no"), (GRAMMAR, "yes"), (NONE_FITS, "yes, none fits")):
-        if rows := of.get((arm, task)):
+    for held in (FREE, GRAMMAR, NONE_FITS):
+        if rows := of.get((arm, held)):
             shares = [f"{100 * sum(getattr(row, step) for row in rows) / len(rows):.1f}" for step in STEPS]
-            if task == NONE_FITS:
+            if held == NONE_FITS:
                 shares[1:3] = ["", ""]  # the right answer has no call
             tpf = sum(row.tokens for row in rows) / sum(row.forwards for row in rows)
-            yield [*arm, grammar, *shares, f"{tpf:.2f}"]
+            yield [*arm, held, *shares, f"{tpf:.2f}"]
 
 
 def _pair_lines(
@@ -215,9 +225,9 @@ def _pair_lines(
     named = " ".join(arm)
     for other in earlier:
         steps = BESIDE_CONTROL if other == earlier[0] else BESIDE_OTHERS if other[0] != arm[0] else ()
-        for task, step in steps:
-            what = f"{STEPS[step]}, {'free' if task == FREE else 'with a grammar'}"
-            yield [what, " ".join(other), named, *_alone(of[other, task], of[arm, task], step)]
+        for held, step in steps:
+            what = f"{STEPS[step]}, {'free' if held == FREE else 'with a grammar'}"
+            yield [what, " ".join(other), named, *_alone(of[other, held], of[arm, held], step)]
     alone = _alone(of[arm, GRAMMAR], of[arm, FREE], "is_right")
     yield [STEPS["is_right"], f"{named}, with a grammar", f"{named}, free", *alone]
 
@@ -231,8 +241,8 @@ def _alone(first: Sequence[JudgedAnswer], second: Sequence[JudgedAnswer], step: 
 def _time_lines(arm: SweptArm, times: Sequence[TimedAnswer]) -> Iterator[list[Cell]]:
     """The median of the requests' milliseconds a forward."""
     free, held = (
-        [1000 * row.seconds / row.forwards for row in times if row.arm == arm and row.task == task]
-        for task in (FREE, GRAMMAR)
+        [1000 * row.seconds / row.forwards for row in times if row.arm == arm and row.task == held]
+        for held in (FREE, GRAMMAR)
     )
     if free and held:
         yield [*arm, f"{median(free):.1f}", f"{median(held):.1f}", f"{median(held) / median(free):.3f}"]

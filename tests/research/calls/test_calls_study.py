@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 from mbd_core.evaluation.tasks.kinds.function_calls import named_task
 from mbd_core.tasks.split import split_of
 from research.calls import data, report
-from research.calls.report import FREE, GRAMMAR, NONE_FITS, JudgedAnswer, TimedAnswer, judged
+from research.calls.report import JudgedAnswer, TimedAnswer, judged
+
+FREE, GRAMMAR, NONE_FITS = "bfcl-free:multiple", "bfcl:multiple", "bfcl:irrelevance"
 
 
 def asked(split: Any, number: int) -> list[tuple[dict[str, Any], dict[str, Any] | None]]:
@@ -101,6 +104,13 @@ def test_tables_pair_the_same_questions_and_compare_the_times() -> None:
     assert "| right call, with a grammar | control multi | mbd multi | 3 | 0 | 0.250 |" in text
     assert "| right call | mbd multi, with a grammar | mbd multi, free | 3 | 0 | 0.250 |" in text
     assert "| mbd | multi | 10.0 | 11.0 | 1.100 |" in text
+    simple = [replace(row, task=row.task.replace("multiple", "simple_python"), is_right=True) for row in rows]
+    assert report.report(rows + simple, times) == text
+    of_simple = report.report(rows + simple, times, "simple_python")
+    assert "| mbd | multi | yes | 100.0 | 100.0 | 50.0 | 100.0 | 3.00 |" in of_simple
+    assert "| mbd | multi | yes, none fits | 0.0 | | | 100.0 | 3.00 |" in of_simple
+    with pytest.raises(ValueError, match="bfcl:simple_python; there are bfcl-free:multiple, bfcl:irrelevance"):
+        report.report(rows, times, "simple_python")
 
 
 def test_bad_folders_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
