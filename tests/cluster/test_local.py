@@ -338,6 +338,7 @@ print(*ray.get(ray.remote(num_cpus=1)(lambda: (os.getcwd(), sys.executable, os.e
 """
 
 
+@pytest.mark.slow
 def test_uv_run_behind_a_dead_proxy_gives_workers_the_same_environment_and_folder(tmp_path: Path) -> None:
     """A process with the command line of `uv run job.py`, by which Ray knows uv, and the job as its child.
 

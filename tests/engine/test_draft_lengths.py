@@ -79,6 +79,7 @@ def test_whatever_is_chosen_a_greedy_answer_is_that_of_block_size_1(
     assert [o.tokens for o in again] == [o.tokens for o in wanted[:12]]
 
 
+@pytest.mark.slow
 def test_a_drawn_answer_keeps_its_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
     """The choice depends on the draws before it: one block behind a token, three blocks behind another one."""
     model = build()

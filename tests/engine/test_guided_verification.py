@@ -237,6 +237,7 @@ def texts_of_block_size_1(loaded: LoadedModel) -> Counter[str]:
     return drawn_texts(loaded, 1, DecodingConfig(block_size=1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slots", [1, 2])
 def test_answers_are_drawn_as_at_block_size_1(
     loaded: LoadedModel, texts_of_block_size_1: Counter[str], slots: int

@@ -228,6 +228,7 @@ def test_a_draft_that_is_the_judge_is_accepted_whole() -> None:
         assert output.counts.num_forwards == 2 * output.counts.num_drafted_tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_measured", [False, True], ids=["all", "chosen"])
 def test_drawn_answers_have_the_large_models_distribution(monkeypatch: pytest.MonkeyPatch, is_measured: bool) -> None:
     """Four tokens of two blocks, 600 times each way: they have one distribution. A chosen number of blocks depends on
