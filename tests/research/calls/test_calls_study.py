@@ -120,9 +120,10 @@ def test_bad_folders_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "--sweep" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("folder", ["calls", "calls-longer"])
-def test_the_page_has_the_arms_of_the_published_rows(folder: str) -> None:
+@pytest.mark.parametrize("table", ["calls", "calls-longer", "calls-bfcl multiple", "calls-bfcl simple_python"])
+def test_the_page_has_the_arms_of_the_published_rows(table: str) -> None:
     root = Path(report.__file__).resolve().parents[2]
-    lines = report.report(*report.kept(root / "research/published" / folder))
+    folder, _, category = table.partition(" ")
+    lines = report.report(*report.kept(root / "research/published" / folder), category or report.CATEGORY)
     page = (root / "research/calls/README.md").read_text(encoding="utf-8")
-    assert page.split(f"<!-- {folder} -->\n")[1].split("<!-- end -->")[0].splitlines() == lines[: lines.index("")]
+    assert page.split(f"<!-- {table} -->\n")[1].split("<!-- end -->")[0].splitlines() == lines[: lines.index("")]
