@@ -153,7 +153,8 @@ def chat_text(
         if name in {*RESERVED, *tokenizer.special_tokens_map} or not name.isidentifier():
             raise VariableRefused(f"'{name}' is no variable that a client may set; leave it out")
     masking = masking_of(tokenizer, turns, shown, dict(variables)) if masking is None else masking
-    turns, shown, given = masking.masked_json(turns), masking.masked_json(shown), masking.masked_json(dict(variables))
+    own_names = {_own_name(tokenizer, name): value for name, value in variables.items()} | dict(variables)
+    turns, shown, given = masking.masked_json(turns), masking.masked_json(shown), masking.masked_json(own_names)
     has_calls = any(turn.get("tool_calls") for turn in turns)
     shows = _shown_form(tokenizer, json.dumps(tokenizer.chat_template)) if shown or has_calls else None
     if not takes_tools(tokenizer.get_chat_template(tools=shown)):
@@ -210,9 +211,23 @@ class VariableRefused(ValueError):
 
 
 def unknown_variables(tokenizer: PreTrainedTokenizerBase, names: Iterable[str]) -> list[str]:
-    """The variables that the model's chat template does not mention."""
+    """The variables that the model's chat template does not mention, under another name neither."""
+    return [name for name in names if not _mentions(tokenizer, _own_name(tokenizer, name))]
+
+
+OTHER_NAMES = {"enable_thinking": "thinking"}
+"""A variable's name in most templates, and in others (DeepSeek V3.1)."""
+
+
+def _own_name(tokenizer: PreTrainedTokenizerBase, name: str) -> str:
+    """The template's own name of a variable."""
+    other = OTHER_NAMES.get(name)
+    return other if other and _mentions(tokenizer, other) and not _mentions(tokenizer, name) else name
+
+
+def _mentions(tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
     template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
-    return [name for name in names if re.search(rf"\b{re.escape(name)}\b", template) is None]
+    return re.search(rf"\b{re.escape(name)}\b", template) is not None
 
 
 def chat_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> list[int]:

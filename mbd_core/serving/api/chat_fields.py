@@ -184,7 +184,8 @@ class TemplateFields(Strict):
     continue_final_message: bool | None = None
     """the answer continues the last message, a turn of the assistant; not beside `add_generation_prompt`"""
     chat_template_kwargs: dict[str, Any] | None = None
-    """variables of the chat template, such as `enable_thinking`; `mbd.notes` names the variables that it lacks"""
+    """variables of the chat template, such as `enable_thinking`, also where it says `thinking`; `mbd.notes` names the
+    variables that it lacks"""
     reasoning_effort: ReasoningEffort | None = None
     """sets the chat template's variable `reasoning_effort`, and `enable_thinking`, which `none` turns off, unless
     `chat_template_kwargs` sets them; no effect under a template with neither, and `mbd.notes` then says so"""

@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from gateway_in_process import running_gateway
 from local_server import LIMIT, MODEL, ROUTES, answers, run, server_of
 
 from actors.serving.args import ModelArgs, ServingArgs
+from mbd_core.checkpoint.chat import unknown_variables
 from mbd_core.engine.config import EngineConfig
 from mbd_core.serving.api.errors import ApiError
+from mbd_core.serving.api.messages import MessagesRequest
 from mbd_core.serving.api.parsing import parse
 from mbd_core.serving.api.requests import ChatRequest
 from mbd_core.serving.server.model_route import first_seed
@@ -288,6 +291,28 @@ def test_an_effort_sets_what_the_template_has_and_is_noted_where_it_has_nothing(
         assert len(whole[0]["mbd"].get("notes", ())) == noted and "notes" not in none[0]["mbd"]
     assert whole[0]["mbd"]["notes"][0].startswith("reasoning_effort has no effect")
     assert whole[0]["choices"] == none[0]["choices"]
+
+
+def test_thinking_has_another_name_in_some_templates(thinking_model: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(thinking_model)
+    tokenizer.chat_template = tokenizer.chat_template.replace("enable_thinking", "thinking")
+    tokenizer.save_pretrained(thinking_model)
+    on, off = {"enable_thinking": True}, {"thinking": False}
+    plain, *thinks, own = prompts(
+        thinking_model,
+        {},
+        {"chat_template_kwargs": on},
+        {"reasoning_effort": "low"},
+        {"reasoning_effort": "low", "chat_template_kwargs": off},
+    )
+    assert thinks == [f"<think >{plain}"] * 2 and own == plain
+    budget = {"type": "enabled", "budget_tokens": 1024}
+    [whole] = answers(thinking_model, ("chat", GREEDY | {"chat_template_kwargs": on}))
+    assert "notes" not in whole[0]["mbd"]
+    message = parse(MessagesRequest, json.dumps(SAID | {"max_tokens": 2048, "thinking": budget}).encode())
+    assert message.chat.template_notes(partial(unknown_variables, tokenizer)) == []
 
 
 def test_a_prompt_ends_where_the_client_says(tiny_model_dir: Path) -> None:
