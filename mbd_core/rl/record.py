@@ -2,22 +2,27 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from math import isfinite
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from mbd_core.evaluation.measures.rates import Summary
 from mbd_core.multitf.run.loss_plot import COLOURS
 from mbd_core.rl.config import RLRecipe
 from mbd_core.rl.groups import REASONS, Reason, RewardedAnswer, num_even, weighted_sum
+from mbd_core.rl.parts import CORRECT, TPF
 from mbd_core.rl.rows import ScoredRow
 
 RecordedNumbers = dict[str, Any]
 """The numbers of an iteration, or of a point of the front, as the run's record has them."""
 MOST_SHOWN = 3  # reasons for answers without a reward, in a sentence
+MOST_MARKED = 30  # points of a curve that are marked each
 
 
 def rollout_numbers(
@@ -108,11 +113,14 @@ def front_value(lines: Sequence[RecordedNumbers]) -> float:
 def sweeps_since_best(fronts: Sequence[RecordedNumbers]) -> int:
     """The number of sweeps since the sweep with the best front, the first of equal fronts; 0 if it is the last, or
     without sweeps."""
-    of_sweep: dict[int, list[RecordedNumbers]] = {}
-    for line in fronts:
-        of_sweep.setdefault(line["iteration"], []).append(line)
-    values = [front_value(lines) for _, lines in sorted(of_sweep.items())]
+    values = [front_value(lines) for lines in _by_sweep(fronts).values()]
     return len(values) - 1 - values.index(max(values)) if values else 0
+
+
+def _by_sweep(fronts: Sequence[RecordedNumbers]) -> dict[int, list[RecordedNumbers]]:
+    """The points of each front, by the number of iterations before its sweep, in order."""
+    swept = sorted({line["iteration"] for line in fronts})
+    return {iteration: [line for line in fronts if line["iteration"] == iteration] for iteration in swept}
 
 
 SINCE_START = "seconds_since_start"
@@ -151,37 +159,100 @@ def progress_line(line: RecordedNumbers, iterations: int, seconds_each: float) -
     )
 
 
+HELD_OUT_FRONT = "held-out front"
+PANELS: tuple[dict[str, dict[str, str]], ...] = (
+    {
+        "reward": {"reward": ""},
+        "right answers": {"correct": "rollouts", "held_out_accuracy": "held out"},
+        "tokens per forward": {"tpf": "rollouts", "held_out_tpf": "held out"},
+    },
+    {
+        "entropy": {"entropy": ""},
+        "KL divergence": {"kl_old": "to the rollouts' policy", "kl_reference": "to the reference"},
+        "divergence from the teacher": {"divergence": ""},
+        "agreement with the rollouts": {"agreement": ""},
+    },
+    {
+        "|d|, learner minus engine": {"d_mean": ""},
+        "share of clipped tokens": {"clip_share": ""},
+        "answers": {"rollouts": "drawn", "answers_learned": "learned from"},
+    },
+)
+"""Rows of panels, of answers, policy and learner: titles, and a panel's numbers with their labels."""
+
+
 def draw_progress(
     lines: Sequence[RecordedNumbers], fronts: Sequence[RecordedNumbers], path: Path, *, title: str
 ) -> None:
-    """Write the picture: reward, share of right answers and TPF over iterations, the last two of held-out problems
-    too, and the first and last held-out fronts."""
-    figure = Figure(figsize=(10.0, 6.4), layout="constrained")
+    """Write the picture of a run as PNG."""
+    progress_figure(lines, fronts, title=title).savefig(path, format="png", dpi=110)
+
+
+def progress_figure(lines: Sequence[RecordedNumbers], fronts: Sequence[RecordedNumbers], *, title: str) -> Figure:
+    """The panels of a run's numbers over iterations, and its first and last held-out fronts.
+
+    A panel appears if some iteration has one of its numbers; what is missing or not finite is left out. The parts of a
+    reward share a panel, without right answers and TPF, which have their own.
+    """
+    sweeps = _by_sweep(fronts)
+    curves = _curves(lines, sweeps)
+    parts = [name.removeprefix("reward_") for name in curves if name.startswith("reward_")]
+    of_parts = {f"reward_{part}": part for part in parts if part not in (CORRECT, TPF)}
+    shown = [
+        [(head, names) for head, names in row.items() if names.keys() & curves.keys()]
+        for row in (PANELS[0] | {"parts of the reward": of_parts}, *PANELS[1:])
+    ]
+    shown[0] += [(HELD_OUT_FRONT, {})] if sweeps else []
+    rows = [row for row in shown if row]
+    num_columns = max(map(len, rows))
+    figure = Figure(figsize=(3.4 * num_columns, 0.4 + 2.4 * len(rows)), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title)
-    reward, right, tpf, front = figure.subplots(2, 2).flat
-    steps = [line["iteration"] + 1 for line in lines]
-    swept = sorted({line["iteration"] for line in fronts})
-    for panel, name, of_front, label in (
-        (reward, "reward", None, "reward"),
-        (right, "correct", "accuracy", "right answers"),
-        (tpf, "tpf", "tpf", "tokens per forward"),
-    ):
-        panel.plot(steps, [line[name] for line in lines], color=COLOURS[0], linewidth=1.0, label="rollouts")
-        if swept and of_front is not None:
-            means = [fmean(line[of_front] for line in fronts if line["iteration"] == step) for step in swept]
-            panel.plot(swept, means, color=COLOURS[1], marker="s", label="held out, mean of all thresholds")
-        panel.set(title=label, xlabel="iteration")
-    for number, iteration in enumerate(dict.fromkeys((*swept[:1], *swept[-1:]))):
-        points = sorted((line["tpf"], line["accuracy"]) for line in fronts if line["iteration"] == iteration)
+    for number, row in enumerate(rows):
+        for place, (head, names) in enumerate(row, start=number * num_columns + 1):
+            panel = figure.add_subplot(len(rows), num_columns, place)
+            if head == HELD_OUT_FRONT:
+                _draw_fronts(panel, sweeps)
+            else:
+                _draw_curves(panel, {label: curves[name] for name, label in names.items() if name in curves})
+            panel.grid(alpha=0.3)
+            labels = panel.get_legend_handles_labels()[1]
+            panel.set_title(f"{head}: {labels[0]}" if len(labels) == 1 else head, fontsize="medium")
+            if len(labels) > 1:
+                panel.legend(fontsize="x-small")
+    return figure
+
+
+def _curves(
+    lines: Sequence[RecordedNumbers], sweeps: Mapping[int, Sequence[RecordedNumbers]]
+) -> dict[str, list[tuple[int, float]]]:
+    """Each number's finite values, behind the iterations done at each; held-out numbers are means of a sweep."""
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for line in lines:
+        for name, value in line.items():
+            if isinstance(value, int | float) and isfinite(value):
+                curves.setdefault(name, []).append((line["iteration"] + 1, value))
+    for done, points in sweeps.items():
+        for name in ("accuracy", "tpf"):
+            curves.setdefault(f"held_out_{name}", []).append((done, fmean(point[name] for point in points)))
+    return curves
+
+
+def _draw_curves(panel: Axes, curves: Mapping[str, Sequence[tuple[int, float]]]) -> None:
+    for number, (label, points) in enumerate(curves.items()):
+        marker = "." if len(points) <= MOST_MARKED else None
+        panel.plot(*zip(*points, strict=True), color=COLOURS[number % len(COLOURS)], label=label, marker=marker)
+    panel.set_xlabel("iteration", fontsize="small")
+    panel.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+
+
+def _draw_fronts(panel: Axes, sweeps: Mapping[int, Sequence[RecordedNumbers]]) -> None:
+    for number, iteration in enumerate(dict.fromkeys((min(sweeps), max(sweeps)))):
+        points = sorted((point["tpf"], point["accuracy"]) for point in sweeps[iteration])
         label = f"after {iteration} iterations"
-        front.plot(*zip(*points, strict=True), color=COLOURS[number], marker="os"[number], label=label)
-    front.set(title="held-out problems, greedily, at each threshold", xlabel="tokens per forward", ylabel="accuracy")
-    for panel in figure.axes:
-        panel.grid(alpha=0.3)
-        if panel.get_legend_handles_labels()[0]:
-            panel.legend(fontsize="small")
-    figure.savefig(path, format="png", dpi=110)
+        panel.plot(*zip(*points, strict=True), color=COLOURS[number], marker="os"[number], label=label)
+    panel.set_xlabel("tokens per forward", fontsize="small")
+    panel.set_ylabel("right answers", fontsize="small")
 
 
 def _plain(name: str) -> str:
