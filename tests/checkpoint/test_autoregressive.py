@@ -15,6 +15,7 @@ from torch import Tensor
 from mbd_core.checkpoint.config import load_config, read_config, write_config
 from mbd_core.checkpoint.folder import with_method
 from mbd_core.checkpoint.loading import load_model
+from mbd_core.decoding.blocks.canvas_config import Canvas
 from mbd_core.decoding.blocks.causal_config import Causal
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Request
@@ -242,6 +243,57 @@ def test_an_adapted_folder_decodes_as_the_same_weights_in_sdars_layout(case: tup
         for model in (a2d, sdar)
     ]
     assert tokens[0] == tokens[1]
+
+
+BLOCK, MASK, EOS = 8, 90, 2
+
+
+def literal_loop(theirs: Any, prompt: list[int], *, attention: str, num_blocks: int, steps: int) -> list[int]:
+    """LLaDA's loop at temperature 0, a whole forward a step: of a block's masks the most confident become their
+    likeliest tokens, as many in each of its `steps`. Under full attention all later blocks are there, as masks."""
+    ids_T = torch.tensor(prompt + [MASK] * BLOCK * num_blocks)
+    block_T = torch.arange(len(ids_T)) // BLOCK
+    sees = (
+        block_T[:, None] >= block_T if attention == "block_causal" else torch.ones(2 * ids_T.shape, dtype=torch.bool)
+    )
+    for block in range(len(prompt) // BLOCK, int(block_T[-1]) + 1):
+        for _ in range(steps):
+            logits = theirs(ids_T[None], attention_mask=sees[None, None]).logits[0]
+            confidence_T, token_T = logits.softmax(-1).max(-1)
+            confidence_T[(ids_T != MASK) | (block_T != block)] = -torch.inf
+            best = confidence_T.topk(BLOCK // steps).indices
+            ids_T[best] = token_T[best]
+    return ids_T[len(prompt) :].tolist()
+
+
+@torch.inference_mode()
+@OF_ADAPTED
+@pytest.mark.parametrize("attention", ["block_causal", "full"])
+@pytest.mark.parametrize("steps", [8, 4, 1])
+def test_an_adapted_folder_decodes_as_the_literal_loop_over_its_base(
+    case: tuple[Path, Any], tmp_path: Path, attention: str, steps: int
+) -> None:
+    """Prompts are whole blocks: there dllm's grid, which pads a prompt on the left, and the engine's are one."""
+    base, theirs = case
+    model = load_model(adapted(base, tmp_path / "a2d", generation={"block_size": BLOCK, "attention": attention}))
+    decoding = (
+        DecodingConfig(block_size=BLOCK, buffer_size=1, tau_m2t=1.0, tokens_per_step=BLOCK // steps)
+        if attention == "block_causal"
+        else DecodingConfig(block_size=BLOCK, canvas=Canvas(block_length=BLOCK, accept="quota", steps=3 * steps))
+    )
+    draw = torch.Generator().manual_seed(0)
+    expected: dict[tuple[int, ...], list[int]] = {}
+    while len(expected) < 3:
+        prompt = torch.randint(3, MASK, (BLOCK * (len(expected) + 1),), generator=draw).tolist()
+        answer = literal_loop(theirs, prompt, attention=attention, num_blocks=3, steps=steps)
+        if MASK not in answer:  # the loop may choose the mask, and the decoder may not
+            expected[tuple(prompt)] = answer[: answer.index(EOS)] if EOS in answer else answer
+    requests = [
+        Request(request_id=str(n), prompt=prompt, max_tokens=3 * BLOCK, decoding=decoding)
+        for n, prompt in enumerate(expected)
+    ]
+    outputs = Engine(model, EngineConfig(max_rows=2, num_pages=32)).generate(requests)
+    assert [list(output.tokens) for output in outputs] == list(expected.values())
 
 
 @OF_ADAPTED
