@@ -37,6 +37,7 @@ from research.rl.report import (
     judge,
     of_recipes,
     seeds_of,
+    training_lines,
 )
 from research.rl.teacher import TAUGHT_TAU, difference_lines
 
@@ -91,8 +92,9 @@ def report(out: Path) -> str:
     means = bootstrap_means(paired_rows(rows))
     with file_beside(out / PLOT) as new_file, new_file.open("wb") as file:
         draw_study(means, file, names=NAMES)
-    if (out / TRAINING).exists():
-        draw_curves(pq.read_table(out / TRAINING), out / CURVES)
+    training = pq.read_table(out / TRAINING) if (out / TRAINING).exists() else None
+    if training is not None:
+        draw_curves(training, out / CURVES)
     lines = [
         "# What ten thousand and a hundred thousand answers teach",
         "",
@@ -111,6 +113,7 @@ def report(out: Path) -> str:
         "",
         *difference_lines(table, names, NAMES, taus=(TAUGHT_TAU,)),
         "",
+        *(["## What training saw", "", *training_lines(training, NAMES), ""] if training is not None else []),
         f"![right answers and tokens per forward over rollouts]({CURVES})",
         "",
         *cell_sections(means, NAMES),

@@ -218,7 +218,7 @@ def render(table: pa.Table, means: DrawnMeans, training: pa.Table | None) -> str
         "",
         *arm_lines(table, {name: NAMES[name] for name in sorted(ARMS)}),
         "",
-        *(["## What training saw", "", *_training_lines(training), ""] if training is not None else []),
+        *(["## What training saw", "", *training_lines(training, NAMES), ""] if training is not None else []),
         *cell_sections(means, NAMES),
         NOTES,
         "",
@@ -275,23 +275,39 @@ def arm_lines(table: pa.Table, names: Mapping[str, str]) -> list[str]:
     return table_lines(["Model", "Seeds", "Accuracy [95 %]", "TPF [95 %]", "AUP [95 %]"], lines, num_text=1)
 
 
-def _training_lines(training: pa.Table) -> list[str]:
-    """For each arm, over all of its seeds: learner tokens of a run, and the drift from the start at its end."""
+def training_lines(training: pa.Table, names: Mapping[str, str]) -> list[str]:
+    """For each arm, over all of its seeds: what a run and an answer gave to the learner, the labels' mean entropy (in
+    nats) at its start and end, and the drift from the start at its end."""
     rows = []
     for recipe in sorted(set(training["recipe"].to_pylist())):
         lines = [line for line in training.to_pylist() if line["recipe"] == recipe]
         seeds, last = len({line["seed"] for line in lines}), max(line["iteration"] for line in lines)
-        ends = [line for line in lines if line["iteration"] == last]
-        kl = [line["kl_reference"] for line in ends if line["kl_reference"] is not None]
+        largest = [line["d_max"] for line in lines if line["d_max"] is not None]
+        begins, ends = ([line for line in lines if line["iteration"] == iteration] for iteration in (0, last))
+        learned, labels, tokens = (
+            sum(line[name] or 0 for line in lines) for name in ("answers_learned", "labels", "tokens")
+        )
         rows.append(
             [
-                NAMES[recipe],
+                names[recipe],
                 seeds,
-                round(sum(line["answers_learned"] for line in lines) / seeds),
-                round(sum(line["tokens"] or 0 for line in lines) / seeds),
-                f"{sum(kl) / len(kl):.4f}" if kl else "-",
-                f"{max(line['d_max'] or 0.0 for line in lines):.1e}",
+                round(learned / seeds),
+                round(tokens / seeds),
+                *(f"{total / learned:.0f}" if learned else "-" for total in (labels, tokens)),
+                _mean_text(begins, "entropy", ".3f"),
+                _mean_text(ends, "entropy", ".3f"),
+                _mean_text(ends, "kl_reference", ".4f"),
+                f"{max(largest):.1e}" if largest else "-",
             ]
         )
-    heads = ["Model", "Seeds", "Answers learned from", "Learner tokens", "KL to the start, last", "Largest |d|"]
+    heads = [
+        *("Model", "Seeds", "Answers learned from", "Learner tokens", "Labels an answer", "Tokens an answer"),
+        *("Entropy, first", "Entropy, last", "KL to the start, last", "Largest |d|"),
+    ]
     return table_lines(heads, rows, num_text=1)
+
+
+def _mean_text(lines: Sequence[Mapping[str, float | None]], name: str, form: str) -> str:
+    """The mean of a number over the lines that have it; a dash without such lines."""
+    values = [value for line in lines if (value := line[name]) is not None]
+    return format(sum(values) / len(values), form) if values else "-"

@@ -15,7 +15,7 @@ from research.ledger.plan import BASE, PLOT, REPORT, ROWS, run_name
 from research.ledger.rows import StudyCell, read_table, write_rows
 from research.rl import study
 from research.rl.arms import ARMS, A, D
-from research.rl.report import CLAIMS, SLOTS, TRAINING, ArmClaim, judge, report
+from research.rl.report import CLAIMS, SLOTS, TRAINING, ArmClaim, judge, report, training_lines
 from research.rl.study import ArmStudy, ArmStudySize
 
 TAUS = (0.8, 0.9)
@@ -89,6 +89,18 @@ def test_a_model_that_lacks_a_seed_is_compared_on_those_it_has(tmp_path: Path) -
     write_rows(tmp_path / ROWS, [arm])
     with pytest.raises(ValueError):
         report(tmp_path)
+
+
+def test_what_training_saw_is_told_by_run_and_by_answer() -> None:
+    def line(seed: int, iteration: int, answers: int, entropy: float | None) -> dict[str, float | str | None]:
+        numbers = {"answers_learned": answers, "labels": 10 * answers, "tokens": 90 * answers, "entropy": entropy}
+        return {"recipe": "rl-A", "seed": seed, "iteration": iteration, "kl_reference": None, "d_max": None} | numbers
+
+    idle = line(2, 1, 0, None) | {"labels": None, "tokens": None}
+    lines = [line(1, 0, 4, 0.3), line(1, 1, 2, 0.1), line(2, 0, 4, 0.5), idle]
+    assert training_lines(pa.Table.from_pylist(lines), {"rl-A": "A"})[2:] == [
+        "| A | 2 | 5 | 450 | 10 | 90 | 0.400 | 0.100 | - | - |"
+    ]
 
 
 def test_every_claim_names_arms_that_are_run() -> None:
