@@ -27,13 +27,13 @@ from mbd_core.evaluation.measures.statistics import p_text, sign_test, wins_and_
 from mbd_core.fields import DATA, DECODING, ENGINE, MODEL, OUTPUT, Flag, Ge, load
 from mbd_core.files import check_target_folder, folder_beside, write_text
 from mbd_core.tables import Cell
-from research.real.data import Row, streams
+from research.real.data import EXTRACT, PackageFields, Row, streams
+from research.real.grading import GRADERS, has_schema
 from research.real.likelihood import read_by
 from research.real.others import ArmReply, by_llama_cpp, by_transformers, llama_cpp_file
 from research.tables import table_lines
 
 if TYPE_CHECKING:
-    from jobs.api.answers import Answer
     from mbd_core import LLM
 
 KIND, ROWS = "comparison of a real model with its base", "rows.jsonl"
@@ -44,13 +44,15 @@ MAX_TOKENS = 128
 class Arm:
     """A model, its decoding, and the dtype of its engine; `None` is the comparison's dtype.
 
-    `draft_model` drafts for the model, if its decoding says so (`verify.draft_model`).
+    `draft_model` drafts for the model, if its decoding says so (`verify.draft_model`). With `schema` the JSON of
+    `package-fields` is decoded under the schema of its fields, the other tasks' answers freely.
     """
 
     model: str
     decoding: Mapping[str, Any]
     dtype: Dtype | None = None
     draft_model: str | None = None
+    schema: bool = False
 
 
 ARMS = {
@@ -70,6 +72,7 @@ LLAMA_CPP = "base, llama.cpp"
 class Answered:
     """An arm's answer to a question, asked without other requests: its tokens, its forwards, the request's seconds.
 
+    `is_valid` says of JSON whether it has the schema, `schema` whether it was decoded under it.
     `nats` is its negative log-likelihood under the base, which reads it as `tokens_read`. Published rows lack the
     texts, because others own them; a digest tells equal texts.
     """
@@ -80,6 +83,8 @@ class Answered:
     tokens: int
     forwards: int
     seconds: float
+    is_valid: bool | None = None
+    schema: bool = False
     nats: float | None = None
     tokens_read: int = 0
     digest: str = ""
@@ -88,36 +93,15 @@ class Answered:
     text: str = ""
 
 
-def same_fields(wanted: str, text: str) -> bool:
-    """Whether a text is a JSON object with the fields and values of `wanted`."""
-    try:
-        return bool(json.loads(text) == json.loads(wanted))
-    except ValueError:
-        return False
-
-
-def same_number(wanted: str, text: str) -> bool:
-    """Whether the last number of a text is the wanted number, as GSM8K is graded."""
-    from mbd_core.evaluation.tasks.kinds.mathematics import GSM8K
-
-    problem = GSM8K.problem("0", {"question": "", "answer": wanted})
-    return GSM8K.grader.judge(problem, text).correct
-
-
-GRADERS: dict[str, Callable[[str, str], bool]] = {
-    "gsm-mini": same_number,
-    "package-fields": same_fields,
-    "third-person": lambda wanted, text: text.strip() == wanted,
-    "gsm8k": same_number,
-}
-
-
 def run(
     *,
     limit: Annotated[int, Ge(1), Flag("Questions, spread over the tasks that this machine has.", DATA)] = 50,
     gsm8k_folder: Annotated[
         Path | None, Flag("GSM8K's folder, for a fourth task.", DATA, name="--gsm8k", metavar="DIR")
     ] = None,
+    tasks: Annotated[
+        tuple[str, ...], Flag("Questions of these tasks alone.", DATA, metavar="LIST", default="all", commas=True)
+    ] = (),
     split: Annotated[Literal["valid", "test"], Flag("Split of the questions.", DATA)] = "test",
     arms: Annotated[
         dict[str, Any] | None,
@@ -155,8 +139,15 @@ def run(
     from mbd_core import LLM
 
     if report_only is not None:
-        options: dict[str, object] = {"limit": limit, "gsm8k_folder": gsm8k_folder, "split": split, "arms": arms}
-        options |= {"only": only, "at_once": at_once, "tau_m2t": tau_m2t, "dtype": dtype, "transformers": transformers}
+        options: dict[str, object] = {"limit": limit, "gsm8k_folder": gsm8k_folder, "tasks": tasks, "split": split}
+        options |= {
+            "arms": arms,
+            "only": only,
+            "at_once": at_once,
+            "tau_m2t": tau_m2t,
+            "dtype": dtype,
+            "transformers": transformers,
+        }
         options |= {"llama_cpp": llama_cpp, "likelihood": likelihood, "out": out, "overwrite": overwrite}
         refuse_given(run, "with --report-only, which asks nothing", **options)
         print("\n".join(report(kept_rows(report_only))))
@@ -175,7 +166,7 @@ def run(
         if llama_cpp is not None:
             raise
         without = str(error)
-    questions = drawn_questions(limit, gsm8k_folder, split)
+    questions = drawn_questions(limit, gsm8k_folder, split, tasks)
     rows: list[Answered] = []
     try:
         for name, arm in chosen.items():
@@ -186,13 +177,12 @@ def run(
                 decoding["draft_model"] = arm.draft_model
             with LLM(arm.model, dtype=arm.dtype or dtype, max_rows=at_once, **decoding) as llm:
                 if at_once == 1:
-                    rows += list(answers_of(name, partial(_ask_engine, llm), questions))
+                    rows += list(answers_of(name, partial(_ask_engine, llm, arm), questions))
                     continue
                 print(name, file=sys.stderr)
-                texts = [row["question"] for _, row in questions]
-                answers = llm.chat(texts, max_tokens=MAX_TOKENS, use_tqdm=True)
-                for (task, row), answer in zip(questions, answers, strict=True):
-                    rows.append(answered(name, task, row, _reply(answer), seconds=0.0))
+                replies = _ask_at_once(llm, arm, [row["question"] for _, row in questions])
+                for task, row in questions:
+                    rows.append(answered(name, task, row, replies[row["question"]], seconds=0.0))
         if transformers:
             asked = by_transformers(ARMS[BASE].model, dtype, max_tokens=MAX_TOKENS)
             rows += list(answers_of("base, transformers' generate", asked, questions))
@@ -231,12 +221,17 @@ def kept_rows(folder: Path) -> list[Answered]:
     return [load(Answered, json.loads(line)) for line in (folder / ROWS).read_text(encoding="utf-8").splitlines()]
 
 
-def drawn_questions(limit: int, gsm8k_folder: Path | None, split: Literal["valid", "test"]) -> list[tuple[str, Row]]:
-    """Questions of all tasks in turn. A machine without Debian's package lists has no questions of
-    `package-fields`."""
+def drawn_questions(
+    limit: int, gsm8k_folder: Path | None, split: Literal["valid", "test"], tasks: Sequence[str] = ()
+) -> list[tuple[str, Row]]:
+    """Questions of the tasks in turn; of all tasks, if none are named. A machine without Debian's package lists has no
+    questions of `package-fields`. Raises `ValueError` for a task without questions."""
     found: dict[str, Iterator[Row]] = {name: stream(split) for name, stream in streams(gsm8k_folder).items()}
     if shutil.which("apt-cache") is None:
         del found["package-fields"]
+    if not set(tasks) <= set(found):
+        raise ValueError(f"--tasks {','.join(tasks)}: this machine has questions of {', '.join(found)}")
+    found = {name: rows for name, rows in found.items() if not tasks or name in tasks}
     share = math.ceil(limit / len(found))
     by_task = [[(task, row) for row in itertools.islice(rows, share)] for task, rows in found.items()]
     in_turn = [pair for group in itertools.zip_longest(*by_task) for pair in group if pair is not None]
@@ -262,6 +257,8 @@ def answered(arm: str, task: str, row: Row, reply: ArmReply, *, seconds: float) 
         wanted=row["answer"],
         text=reply.text,
         is_right=GRADERS[task](row["answer"], reply.text),
+        is_valid=has_schema(reply.text) if task == "package-fields" else None,
+        schema=reply.schema,
         tokens=reply.tokens,
         forwards=reply.forwards,
         seconds=round(seconds, 4),
@@ -279,26 +276,39 @@ def read_by_base(rows: Sequence[Answered]) -> list[Answered]:
     return read_rows
 
 
-def _ask_engine(llm: LLM, question: str) -> ArmReply:
-    return _reply(llm.chat(question, max_tokens=MAX_TOKENS))
+def _ask_engine(llm: LLM, arm: Arm, question: str) -> ArmReply:
+    return _ask_at_once(llm, arm, [question], use_tqdm=False)[question]
 
 
-def _reply(answer: Answer) -> ArmReply:
-    return ArmReply(text=answer.text, tokens=len(answer.tokens), forwards=answer.forwards)
+def _ask_at_once(llm: LLM, arm: Arm, questions: Sequence[str], *, use_tqdm: bool = True) -> dict[str, ArmReply]:
+    """The reply to each question; those under the arm's schema are asked after the others."""
+    held = [question for question in questions if arm.schema and question.startswith(EXTRACT)]
+    free = [question for question in questions if question not in held]
+    answers = llm.chat(free, max_tokens=MAX_TOKENS, use_tqdm=use_tqdm) if free else []
+    answers += llm.chat(held, max_tokens=MAX_TOKENS, use_tqdm=use_tqdm, schema=PackageFields) if held else []
+    return {
+        question: ArmReply(
+            text=answer.text, tokens=len(answer.tokens), forwards=answer.forwards, schema=question in held
+        )
+        for question, answer in zip([*free, *held], answers, strict=True)
+    }
 
 
 def report(rows: Sequence[Answered]) -> list[str]:
     """One table. Then five sentences if the rows have all `ARMS` and were timed, one more if they have llama.cpp; else
     the arms' sign tests."""
     arms, tasks = list(dict.fromkeys(row.arm for row in rows)), list(dict.fromkeys(row.task for row in rows))
+    has_valid = any(row.is_valid is not None for row in rows)
     has_nats = any(row.nats is not None for row in rows)
     lines: list[list[Cell]] = []
     for arm in arms:
         own = [row for row in rows if row.arm == arm]
         right = [_percent([row.is_right for row in own if row.task == task]) for task in tasks]
-        nats = [_nats_text(own)] if has_nats else []
-        lines.append([arm, *right, _percent([row.is_right for row in own]), f"{_tpf(own):.2f}", _tps_text(own), *nats])
+        lines.append([arm, *right, _percent([row.is_right for row in own]), f"{_tpf(own):.2f}", _tps_text(own)])
+        lines[-1] += [_percent([row.is_valid for row in own if row.is_valid is not None])] if has_valid else []
+        lines[-1] += [_nats_text(own)] if has_nats else []
     heads = ["", *(f"{task}, right (%)" for task in tasks), "all", "tokens a forward", "tokens a second"]
+    heads += ["JSON of the schema (%)"] if has_valid else []
     heads += ["nats a token under the base"] if has_nats else []
     of = {arm: [row for row in rows if row.arm == arm] for arm in arms}
     if not set(ARMS) <= set(of) or not all(row.seconds for row in rows):

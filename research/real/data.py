@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+from pydantic import BaseModel
+
 from mbd_core.command_line import command
 from mbd_core.fields import DATA, OUTPUT, Flag
 from mbd_core.files import check_target_folder, folder_beside
@@ -32,7 +34,19 @@ from mbd_core.tasks.split import Split, split_of
 Row = dict[str, str]
 """`question`, and `answer`: the whole right answer."""
 
-FIELDS = ("package", "version", "section", "maintainer", "size_kb", "homepage")
+
+class PackageFields(BaseModel, extra="forbid", strict=True):
+    """The JSON that `package-fields` asks for."""
+
+    package: str
+    version: str | None
+    section: str | None
+    maintainer: str | None
+    size_kb: int | None
+    homepage: str | None
+
+
+FIELDS = tuple(PackageFields.model_fields)
 EXTRACT = (
     "Write the package, version, section, maintainer, size_kb and homepage as JSON. "
     "What the text does not say is null.\n\n"

@@ -18,11 +18,12 @@ from mbd_core.engine.config import Dtype
 
 @dataclass(frozen=True, kw_only=True)
 class ArmReply:
-    """A text, its tokens, and the forwards that made them."""
+    """A text, its tokens, the forwards that made them, and whether its task's schema held it."""
 
     text: str
     tokens: int
     forwards: int
+    schema: bool = False
 
 
 def by_transformers(model: str, dtype: Dtype, *, max_tokens: int) -> Callable[[str], ArmReply]:

@@ -1,5 +1,6 @@
 """The comparison of a real model with its base: its graders, its questions, its sentences."""
 
+import json
 import os
 import shutil
 from contextlib import nullcontext
@@ -19,7 +20,6 @@ from research.real.comparison import (
     BASE,
     CONTROL,
     DRAFTED,
-    GRADERS,
     LLAMA_CPP,
     NAIVE,
     OWN,
@@ -29,6 +29,8 @@ from research.real.comparison import (
     Arm,
     main,
 )
+from research.real.data import EXTRACT, FIELDS
+from research.real.grading import GRADERS, has_schema
 from research.real.others import ArmReply
 
 ROOT = Path(comparison.__file__).resolve().parents[2]
@@ -144,6 +146,68 @@ def test_questions_may_be_asked_at_once_and_are_not_timed_then(
     assert "--only needs --arms" in capsys.readouterr().err
 
 
+def test_an_arm_under_the_schema_is_asked_for_fields_under_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = dict.fromkeys(FIELDS) | {"package": "a"}
+    rows = [
+        ("package-fields", {"question": f"{EXTRACT}a", "answer": json.dumps(whole)}),
+        ("third-person", {"question": "Return it.", "answer": "Returns it."}),
+    ]
+
+    class Engine(nullcontext):
+        def chat(self, questions: list[str], *, schema: object = None, **_: object) -> list[SimpleNamespace]:
+            text = "Returns it." if schema is None else json.dumps(whole)
+            return [SimpleNamespace(text=text, tokens=(1, 2), forwards=1)] * len(questions)
+
+    monkeypatch.setattr(Engine, "__enter__", lambda engine: engine)
+    monkeypatch.setattr(mbd_core, "LLM", lambda *_, **__: Engine(None))
+    monkeypatch.setattr(comparison, "drawn_questions", lambda *_: rows)
+    arms = '{"free": {"model": "a", "decoding": {}}, "held": {"model": "a", "decoding": {}, "schema": true}}'
+    for at_once in ("1", "8"):
+        argv = ["--only", "--arms", arms, "--at-once", at_once, "--out", str(tmp_path / "out"), "--overwrite"]
+        assert main(argv) == 0
+        kept = comparison.kept_rows(tmp_path / "out")
+        assert [(row.arm, row.schema, row.is_right, row.is_valid) for row in kept] == [
+            ("free", False, False, False),
+            ("free", False, True, None),
+            ("held", True, True, True),
+            ("held", False, True, None),
+        ]
+        said = capsys.readouterr().out
+        assert "| JSON of the schema (%) |" in said
+        assert said.splitlines()[2].endswith("| 0 |") and said.splitlines()[3].endswith("| 100 |")
+
+
+@pytest.mark.parametrize(
+    ("text", "is_valid"),
+    [
+        (
+            '{"package": "a", "version": null, "section": "b", "maintainer": null, "size_kb": 3, "homepage": null}',
+            True,
+        ),
+        (
+            '{"package": "a", "version": null, "section": "b", "maintainer": null, "size_kb": "3", "homepage": null}',
+            False,
+        ),
+        ('{"package": "a", "version": null, "section": "b", "maintainer": null, "size_kb": 3}', False),
+        ('{"package": "a"', False),
+        ("", False),
+    ],
+)
+def test_json_of_the_schema_has_all_fields_in_their_types(text: str, is_valid: bool) -> None:
+    assert has_schema(text) is is_valid
+
+
+def test_a_task_without_questions_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    assert {task for task, _ in comparison.drawn_questions(3, None, "test", ["third-person"])} == {"third-person"}
+    assert main(["--tasks", "third-person,package-fields"]) == 2
+    assert "this machine has questions of gsm-mini, third-person" in capsys.readouterr().err
+
+
 def test_a_late_arm_that_fails_loses_no_answers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -229,7 +293,9 @@ def test_likelihoods_under_the_base_are_those_of_transformers(
     assert "nats" not in "\n".join(comparison.report([replace(row, nats=None) for row in rows]))
 
 
-@pytest.mark.parametrize("folder", ["real", "real-arms", "real-drafted", "real-one-model", "real-both-modes"])
+@pytest.mark.parametrize(
+    "folder", ["real", "real-arms", "real-drafted", "real-one-model", "real-both-modes", "real-schema"]
+)
 def test_the_published_table_is_that_of_the_published_rows(capsys: pytest.CaptureFixture[str], folder: str) -> None:
     comparison.main(["--report-only", str(ROOT / "research" / "published" / folder)])
     said = capsys.readouterr().out
