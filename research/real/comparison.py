@@ -29,7 +29,6 @@ from mbd_core.files import check_target_folder, folder_beside, write_text
 from mbd_core.tables import Cell
 from research.real.data import EXTRACT, PackageFields, Row, streams
 from research.real.grading import GRADERS, has_schema
-from research.real.likelihood import read_by
 from research.real.others import ArmReply, by_llama_cpp, by_transformers, llama_cpp_file
 from research.tables import table_lines
 
@@ -268,6 +267,8 @@ def answered(arm: str, task: str, row: Row, reply: ArmReply, *, seconds: float) 
 
 def read_by_base(rows: Sequence[Answered]) -> list[Answered]:
     """The rows with their answers' likelihood under the base."""
+    from research.real.likelihood import read_by
+
     read = read_by(ARMS[BASE].model)
     read_rows = []
     for row in tqdm(rows, desc=f"{'read by the base':<28}", unit="answer"):
