@@ -9,9 +9,8 @@ from typing import Any, Protocol
 
 from mbd_core.calls.form import Arguments, JsonArguments, LiteralArguments, TaggedArguments
 from mbd_core.calls.kinds import MAPS_OF_SHARED, kinds_of, target_of
-from mbd_core.decoding.grammar.schemas import ANNOTATIONS, GrammarRefused
+from mbd_core.decoding.grammar.schemas import ANNOTATIONS, ON_A_LINE, GrammarRefused
 
-SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as in templates
 OF_OBJECTS = frozenset(("type", "properties", "required", "additionalProperties", "maxProperties", *MAPS_OF_SHARED))
 OF_ARRAYS = frozenset(("type", "items", "minItems", "maxItems"))
 PYTHON_STRINGS = ("minLength", "maxLength", "pattern", "format")
@@ -46,7 +45,7 @@ class ArgumentGrammar:
         self._function, self._root = function, dict(schema)
         self._named = {name: rule for name, rule in self._named.items() if not name.startswith("#")}
         if isinstance(self._arguments, JsonArguments):
-            return self._json({**schema, "x-guidance": SEPARATORS})
+            return self._json({**schema, "x-guidance": ON_A_LINE})
         self.schemas.append((function, schema))  # no rule names it: it is checked, so that all forms refuse the same
         if isinstance(self._arguments, TaggedArguments):
             return self._tagged(self._arguments, schema)
@@ -68,7 +67,7 @@ class ArgumentGrammar:
             whole = {**_closed(schema), **shared}
         else:  # true takes every value, false none
             whole = shared if schema else {**shared, "not": {}}
-        self.schemas.append((self._function, {"x-guidance": SEPARATORS, **whole}))
+        self.schemas.append((self._function, {"x-guidance": ON_A_LINE, **whole}))
         return f"%json @{len(self.schemas) - 1}"
 
     def _check(self, schema: Mapping[str, Any], known: frozenset[str], what: str) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 from mbd_core.calls.argument_grammar import ArgumentGrammar
 from mbd_core.calls.form import ID, ID_LENGTH, CallForm
 from mbd_core.decoding.grammar.grammar import FORM, Grammar
+from mbd_core.decoding.grammar.schemas import ON_A_LINE
 
-COMPACT = {"whitespace_flexible": False}  # as in an answer whose grammar is only a JSON schema
 ANY = "/(?s:.*)/"
 
 
@@ -56,7 +56,7 @@ class CallRule:
             lines.insert(0, f"start: {constants(form.opening)} calls")
         elif self.text_schema is not None:
             lines[:0] = [f"start: form | {constants(form.opening)} calls", f"form: %json @{len(schemas)}"]
-            schemas.append((FORM, {**self.text_schema, "x-guidance": COMPACT}))
+            schemas.append((FORM, {**self.text_schema, "x-guidance": ON_A_LINE}))
         else:
             lines[:0] = self._with_text(form, constants)
         return Grammar(

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from mbd_core.calls.marks import open_length
-from mbd_core.calls.rule import ANY, COMPACT, Constants
+from mbd_core.calls.rule import ANY, Constants
 from mbd_core.decoding.grammar.grammar import FORM, Grammar
-from mbd_core.decoding.grammar.schemas import GrammarRefused
+from mbd_core.decoding.grammar.schemas import ON_A_LINE, GrammarRefused
 
 SLASH = r"\/"  # within a regular expression of Lark
 SLASH_OR_ESCAPE = re.compile(r"\\.|/", re.DOTALL)
@@ -63,7 +63,7 @@ class Thoughts:
             schema = json.loads(grammar.text)
             if not isinstance(schema, dict):
                 raise GrammarRefused(f"{grammar.subject()} {grammar.text[:80]} is no JSON object; give an object")
-            schemas.append((FORM, json.dumps({**schema, "x-guidance": COMPACT})))
+            schemas.append((FORM, json.dumps({**schema, "x-guidance": ON_A_LINE})))
         elif grammar.syntax == "regex":
             answer = f"/{SLASH_OR_ESCAPE.sub(lambda m: SLASH if m[0] == '/' else m[0], grammar.text)}/"
         token = constants.token(end)

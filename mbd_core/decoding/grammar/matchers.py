@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from mbd_core.decoding.grammar.grammar import Grammar, Syntax
-from mbd_core.decoding.grammar.schemas import GrammarRefused, at, check_bounds, inner_schemas
+from mbd_core.decoding.grammar.schemas import ON_A_LINE, GrammarRefused, at, check_bounds, inner_schemas
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -80,7 +80,7 @@ def _matcher_of(tokenizer: LLTokenizer, syntax: Syntax, text: str) -> tuple[LLMa
 
     try:
         if syntax == "json_schema":
-            text = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_flexible": False})
+            text = LLMatcher.grammar_from_json_schema(text, overrides=ON_A_LINE)
         elif syntax == "regex":
             text = LLMatcher.grammar_from_regex(text)
         else:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 MAX_LOOKS = 20_000  # at a schema's parts, including the targets of references
 MAPS = ("properties", "patternProperties", "$defs", "definitions")  # keywords whose values are schemas by name
 INNER = ("items", "additionalProperties", "prefixItems", "allOf", "anyOf", "oneOf")  # a schema, or a list of them
+ON_A_LINE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""llguidance's options for JSON as `json.dumps` writes it, which models have learnt from chat templates and data."""
 _BOUNDS = {"exclusiveMinimum": max, "minimum": max, "exclusiveMaximum": min, "maximum": min}
 MAX_PATTERN = 64  # characters of a pattern that constants are compared with
 ANNOTATIONS = (

@@ -69,7 +69,7 @@ class StructuredOutputs(Strict):
     disable_additional_properties: Annotated[
         Any, Only(False, instead='write "additionalProperties": false into the schema')
     ] = None
-    whitespace_pattern: Annotated[Any, Only(instead="JSON comes without white space; leave it out")] = None
+    whitespace_pattern: Annotated[Any, Only(instead="JSON is spaced as json.dumps does; leave it out")] = None
 
     @property
     def forms(self) -> dict[str, MatchedForm]:

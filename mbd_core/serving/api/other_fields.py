@@ -84,7 +84,7 @@ class OtherGenerationFields(OtherFields):
     repetition_detection: Annotated[Any, Only(instead="give repetition_penalty, or a stop string")] = None
     stream_interval: Annotated[int | None, Ignored("each token has a chunk of its own", silent=(1,))] = None
     guided_decoding_backend: Annotated[str | None, Ignored("the matcher is llguidance")] = None
-    guided_whitespace_pattern: Annotated[Any, Only(instead="JSON comes without white space; leave it out")] = None
+    guided_whitespace_pattern: Annotated[Any, Only(instead="JSON is spaced as json.dumps does; leave it out")] = None
     # of SGLang
     stop_regex: Annotated[Any, Only([], "", instead="give stop, or guided_regex for the whole answer")] = None
     no_stop_trim: Annotated[Any, Only(False, instead="stop_reason of the choice names the string")] = None

@@ -399,8 +399,8 @@ TOWN = {
 }
 FORM = {"type": "json_schema", "json_schema": {"name": "town", "schema": TOWN}}
 BESIDE_A_FORM = {
-    '{"town":"Oslo"}': ('{"town":"Oslo"}', []),
-    '{"town":"<tool_call>"}': ('{"town":"<tool_call>"}', []),  # no call
+    '{"town": "Oslo"}': ('{"town": "Oslo"}', []),
+    '{"town": "<tool_call>"}': ('{"town": "<tool_call>"}', []),  # no call
     WANTS["two"]: (None, [("now", "{}"), ("order", '{"items": ["cups"]}')]),
 }
 
