@@ -8,7 +8,7 @@ import logging
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -45,7 +45,9 @@ PARTS = {
     "schedule": "the scheduler: pages hashed, found, taken",
     "steps": "the engine's other work, which is its forwards",
 }
-REPEATS = BenchmarkOptions(repeats=5, threads=1)
+FORWARDS = "forwards"
+CHARACTERS_A_TOKEN = 4
+REPEATS = BenchmarkOptions(repeats=8, threads=1)
 
 
 def run(
@@ -108,35 +110,57 @@ def run(
             print(f"{model}, /v1/{route}, {len(tools)} tools of {tool_characters} characters\n")
             print(markdown(shown, TURNS) + "\n")
             compared = [2, turns]
-            again = _asked_again(session, compared, characters=result_characters, repeats=measuring.repeats)
+            new = {turn: session.again(turn, result_text("again", result_characters)).new for turn in compared}
+            lengths = result_lengths(result_characters, new, block_size=size, repeats=measuring.repeats)
+            again = _asked_again(session, lengths)
             print(markdown(again, {**TURNS, "over_first": "TTFT / turn 2's|.2f"}) + "\n")
         torch.set_num_threads(threads)
-        bodies = bodies_of(session, compared, characters=result_characters, repeats=measuring.repeats)
-        inside = asyncio.run(inside_rows(scratch / model, route, bodies, num_pages=2 * length // size))
+        bodies = bodies_of(session, lengths)
+        inside, forwards = asyncio.run(inside_rows(scratch / model, route, bodies, num_pages=2 * length // size))
         for row in inside:
             row["part"] = PARTS[row["part"]]
         columns = {str(number): f"turn {number} (ms)|.1f" for number in compared}
         print(markdown(inside, {"part": "part of the TTFT", **columns, "share": f"of turn {turns}'s|.1%"}))
+        [steps] = (row for row in inside if row["part"] == PARTS["steps"])
+        second, last = (steps[str(number)] / forwards[number] for number in compared)
+        counts = ", ".join(f"turn {number}: {mean:.2f}" for number, mean in forwards.items())
+        print(f"\nforwards before the first tokens: {counts}; turn {turns}'s take {last / second:.2f} times turn 2's")
     measuring.write(command_line, {"torch": torch.__version__}, turns=rows, again=again, inside=inside)
 
 
-def _asked_again(
-    session: AgentSession, turns: Sequence[int], *, characters: int, repeats: int
-) -> list[dict[str, Any]]:
-    """The medians of turns that are sent alternately, each time with another result."""
-    counts = dict.fromkeys(turns, 0)
+def result_lengths(characters: int, new: Mapping[int, int], *, block_size: int, repeats: int) -> dict[int, list[int]]:
+    """For each turn the characters of `repeats` results, so that turns are compared at equal new text.
+
+    `new` are the tokens of each turn that were not found, for results of one length. They differ by the part of a
+    page in which the text before the result ends; a turn that has fewer gets a longer result. Where in a block a
+    prompt ends decides whether one forward or two come before the first tokens, so lengths spread over a block.
+    """
+    most = max(new.values())
+    return {
+        turn: [
+            characters + CHARACTERS_A_TOKEN * (most - tokens + block_size * number // repeats)
+            for number in range(repeats)
+        ]
+        for turn, tokens in new.items()
+    }
+
+
+def _asked_again(session: AgentSession, lengths: Mapping[int, Sequence[int]]) -> list[dict[str, Any]]:
+    """The means of turns that are sent alternately, each time with a result of another length."""
+    left = {turn: list(of_turn) for turn, of_turn in lengths.items()}
 
     def again(turn: int) -> dict[str, Any]:
-        counts[turn] += 1
-        return asdict(session.again(turn, result_text(f"again {turn} {counts[turn]}", characters)))
+        length = left[turn].pop()
+        return asdict(session.again(turn, result_text(f"again {turn} {length}", length)))
 
-    runs = interleaved({str(turn): partial(again, turn) for turn in turns}, repeats=repeats)
+    repeats = min(map(len, lengths.values()))
+    runs = interleaved({str(turn): partial(again, turn) for turn in lengths}, repeats=repeats)
     rows = [
         {
             "turn": turn,
-            **{name: statistics.median(run[name] for run in runs[str(turn)]) for name in runs[str(turn)][0]},
+            **{name: statistics.fmean(run[name] for run in runs[str(turn)]) for name in runs[str(turn)][0]},
         }
-        for turn in turns
+        for turn in lengths
     ]
     for row in rows:
         row["over_first"] = row["first_seconds"] / rows[0]["first_seconds"]
@@ -146,23 +170,24 @@ def _asked_again(
 # -- the parts, in this process -----------------------------------------------------------------------------------
 
 
-def bodies_of(session: AgentSession, turns: Sequence[int], *, characters: int, repeats: int) -> dict[int, list[bytes]]:
-    """`repeats` + 1 bodies of each turn, each with another result."""
+def bodies_of(session: AgentSession, lengths: Mapping[int, Sequence[int]]) -> dict[int, list[bytes]]:
+    """A body of each turn for each length of its result, after one that has the last of these lengths, too."""
     return {
         turn: [
             json_module.dumps(
-                session.body(session.messages_of(turn, result_text(f"inside {turn} {number}", characters)))
+                session.body(session.messages_of(turn, result_text(f"inside {turn} {number}", length)))
             ).encode()
-            for number in range(repeats + 1)
+            for number, length in enumerate([of_turn[-1], *of_turn])
         ]
-        for turn in turns
+        for turn, of_turn in lengths.items()
     }
 
 
 async def inside_rows(
     folder: Path, kind: str, bodies: dict[int, list[bytes]], *, num_pages: int
-) -> list[dict[str, Any]]:
-    """The median seconds of each part until a turn's first tokens, and the part's share of the last turn's total.
+) -> tuple[list[dict[str, Any]], dict[int, float]]:
+    """The mean seconds of each part until a turn's first tokens, and the part's share of the last turn's total; and
+    each turn's mean number of forwards until then.
 
     The first bodies store the prompts. `kind` is the route.
     """
@@ -178,7 +203,9 @@ async def inside_rows(
         await service.stop()
 
 
-async def _rows(service: EngineService, kind: str, bodies: dict[int, list[bytes]]) -> list[dict[str, Any]]:
+async def _rows(
+    service: EngineService, kind: str, bodies: dict[int, list[bytes]]
+) -> tuple[list[dict[str, Any]], dict[int, float]]:
     from mbd_core.serving.server.model_route import ModelRoute
 
     route = ModelRoute(service.served_model(), logging.getLogger(__name__))
@@ -189,20 +216,20 @@ async def _rows(service: EngineService, kind: str, bodies: dict[int, list[bytes]
         for turn, of_turn in bodies.items():
             runs[turn].append(await _parts(route, service, kind, of_turn[number]))
     route.stop()
-    medians = {
-        turn: {part: statistics.median(run[part] for run in of_turn) for part in PARTS}
+    means = {
+        turn: {part: statistics.fmean(run[part] for run in of_turn) for part in of_turn[0]}
         for turn, of_turn in runs.items()
     }
-    *_, last = medians
-    total = sum(medians[last].values())
+    *_, last = means
+    total = sum(means[last][part] for part in PARTS)
     return [
-        {"part": part, **{str(turn): medians[turn][part] for turn in medians}, "share": medians[last][part] / total}
+        {"part": part, **{str(turn): means[turn][part] for turn in means}, "share": means[last][part] / total}
         for part in PARTS
-    ]
+    ], {turn: of_turn[FORWARDS] for turn, of_turn in means.items()}
 
 
 async def _parts(route: ModelRoute, service: EngineService, kind: str, body: bytes) -> dict[str, float]:
-    """The seconds of each part until the first tokens of a request; the request is then ended."""
+    """The seconds of each part until the first tokens of a request, and the forwards; the request is then ended."""
     from mbd_core.serving.api.messages import MessagesRequest
     from mbd_core.serving.api.parsing import parse
     from mbd_core.serving.api.requests import ChatRequest
@@ -226,14 +253,15 @@ async def _parts(route: ModelRoute, service: EngineService, kind: str, body: byt
     try:
         with watch.part("steps"):
             engine.add_admitted(admitted)
+            forwards = 1
             while not any(step.piece.tokens for step in engine.step()):
-                pass
+                forwards += 1
     finally:
         for name in names:
             delattr(scheduler, name)
     engine.abort(request.request_id)
     watch.seconds["steps"] -= watch.seconds["schedule"]
-    return watch.seconds
+    return {**watch.seconds, FORWARDS: forwards}
 
 
 class Stopwatch:

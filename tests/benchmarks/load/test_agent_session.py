@@ -50,8 +50,12 @@ def test_the_parts_of_a_turn_are_measured(tmp_path: Path) -> None:
     save_random(config, tmp_path / MODEL, tokenizer=tokenizer, dtype=torch.float32)
     session = made_up(3)
 
-    bodies = agent.bodies_of(session, [2, 3], characters=40, repeats=1)
-    rows = asyncio.run(agent.inside_rows(tmp_path / MODEL, session.route, bodies, num_pages=600))
+    half = 2 * config.block_size  # characters of half a block of tokens
+    lengths = agent.result_lengths(40, {2: 30, 3: 33}, block_size=config.block_size, repeats=2)
+    assert lengths == {2: [40 + 12, 40 + 12 + half], 3: [40, 40 + half]}
+    bodies = agent.bodies_of(session, lengths)
+    rows, forwards = asyncio.run(agent.inside_rows(tmp_path / MODEL, session.route, bodies, num_pages=600))
     assert [row["part"] for row in rows] == list(agent.PARTS)
     assert all(row["2"] > 0 and row["3"] > 0 for row in rows)
     assert sum(row["share"] for row in rows) == pytest.approx(1)
+    assert set(forwards) == {2, 3} and all(1 <= number < 20 for number in forwards.values())
