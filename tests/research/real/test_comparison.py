@@ -294,7 +294,7 @@ def test_likelihoods_under_the_base_are_those_of_transformers(
 
 
 @pytest.mark.parametrize(
-    "folder", ["real", "real-arms", "real-drafted", "real-one-model", "real-both-modes", "real-schema"]
+    "folder", ["real", "real-arms", "real-drafted", "real-one-model", "real-both-modes", "real-schema", "real-teacher"]
 )
 def test_the_published_table_is_that_of_the_published_rows(capsys: pytest.CaptureFixture[str], folder: str) -> None:
     comparison.main(["--report-only", str(ROOT / "research" / "published" / folder)])
