@@ -38,11 +38,15 @@ class ArgumentGrammar:
         self.marks: dict[str, None] = {}
         self.schemas: list[tuple[str, Any]] = []
         self._function, self._root = "", dict[str, Any]()
+        self._maps = dict[str, Any]()  # the function's shared schemas
         self._named: dict[str, str] = {}  # rules by the reference or the regular expression that they stand for
 
     def rule(self, function: str, schema: Mapping[str, Any]) -> str:
         """The arguments of a function. Raises `GrammarRefused` for a schema that the form cannot be held to."""
         self._function, self._root = function, dict(schema)
+        self._maps = {name: schema[name] for name in MAPS_OF_SHARED if name in schema}
+        if self._maps and not _joins_schemas(schema):
+            self._maps = {name: _each_closed(schemas) for name, schemas in self._maps.items()}
         self._named = {name: rule for name, rule in self._named.items() if not name.startswith("#")}
         if isinstance(self._arguments, JsonArguments):
             return self._json({**schema, "x-guidance": ON_A_LINE})
@@ -60,13 +64,10 @@ class ArgumentGrammar:
 
     def _json(self, schema: Any) -> str:
         """A value as JSON, under a schema that may refer to its function's shared schemas."""
-        shared = {name: self._root[name] for name in MAPS_OF_SHARED if name in self._root}
-        if not _joins_schemas(self._root):
-            shared = {name: _each_closed(schemas) for name, schemas in shared.items()}
         if isinstance(schema, Mapping):
-            whole = {**_closed(schema), **shared}
+            whole = {**_closed(schema), **self._maps}
         else:  # true takes every value, false none
-            whole = shared if schema else {**shared, "not": {}}
+            whole = self._maps if schema else {**self._maps, "not": {}}
         self.schemas.append((self._function, {"x-guidance": ON_A_LINE, **whole}))
         return f"%json @{len(self.schemas) - 1}"
 
