@@ -75,8 +75,8 @@ class RolloutPlan:
         if contents.config.prefix_methods:
             raise ValueError(
                 f"model '{recipe.model}' decodes with {' or '.join(contents.config.prefix_methods)}, and a learner "
-                "scores answers that were decoded in blocks; give a block-diffusion model, such as mbd convert --to "
-                "block-diffusion and a training make of an autoregressive one"
+                "scores answers that were decoded in blocks; give a block-diffusion model, which mbd convert --to "
+                "block-diffusion and a training make of this one"
             )
         if recipe.train.teacher is not None:
             find_teacher(recipe.train.teacher, contents, lora=recipe.train.lora is not None, fetch=fetch_model)
