@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 
 from mbd_core.batch.likelihood import Draws, log_likelihood
+from mbd_core.checkpoint.chat import chat_prompt
 from mbd_core.checkpoint.folder import read_folder
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.shipped import model_folder
@@ -22,8 +23,7 @@ def read_by(model: str) -> Callable[[str, str], tuple[float, int]]:
 
     @functools.cache  # arms often give the same answer
     def read(question: str, answer: str) -> tuple[float, int]:
-        turns = [{"role": "user", "content": question}]
-        prompt = folder.tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+        prompt = chat_prompt(folder.tokenizer, [{"role": "user", "content": question}])
         tokens = folder.tokenizer(answer, add_special_tokens=False).input_ids
         return -log_likelihood(network, prompt, tokens, block_size=1, draws=Draws(number=1)), len(tokens)
 
