@@ -125,7 +125,9 @@ def run(
         second, last = (steps[str(number)] / forwards[number] for number in compared)
         counts = ", ".join(f"turn {number}: {mean:.2f}" for number, mean in forwards.items())
         print(f"\nforwards before the first tokens: {counts}; turn {turns}'s take {last / second:.2f} times turn 2's")
-    measuring.write(command_line, {"torch": torch.__version__}, turns=rows, again=again, inside=inside)
+    measuring.write(
+        command_line, {"torch": torch.__version__}, turns=rows, again=again, inside=inside, forwards=forwards
+    )
 
 
 def result_lengths(characters: int, new: Mapping[int, int], *, block_size: int, repeats: int) -> dict[int, list[int]]:
