@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 KIND, ROWS = "comparison of a real model with its base", "rows.jsonl"
 MAX_TOKENS = 128
+WITH_SCHEMA = "package-fields"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,17 +139,24 @@ def run(
     from mbd_core import LLM
 
     if report_only is not None:
-        options: dict[str, object] = {"limit": limit, "gsm8k_folder": gsm8k_folder, "tasks": tasks, "split": split}
-        options |= {
-            "arms": arms,
-            "only": only,
-            "at_once": at_once,
-            "tau_m2t": tau_m2t,
-            "dtype": dtype,
-            "transformers": transformers,
-        }
-        options |= {"llama_cpp": llama_cpp, "likelihood": likelihood, "out": out, "overwrite": overwrite}
-        refuse_given(run, "with --report-only, which asks nothing", **options)
+        refuse_given(
+            run,
+            "with --report-only, which asks nothing",
+            limit=limit,
+            gsm8k_folder=gsm8k_folder,
+            tasks=tasks,
+            split=split,
+            arms=arms,
+            only=only,
+            at_once=at_once,
+            tau_m2t=tau_m2t,
+            dtype=dtype,
+            transformers=transformers,
+            llama_cpp=llama_cpp,
+            likelihood=likelihood,
+            out=out,
+            overwrite=overwrite,
+        )
         print("\n".join(report(kept_rows(report_only))))
         return
     if out is None:
@@ -166,6 +174,8 @@ def run(
             raise
         without = str(error)
     questions = drawn_questions(limit, gsm8k_folder, split, tasks)
+    if any(arm.schema for arm in chosen.values()) and not any(task == WITH_SCHEMA for task, _ in questions):
+        raise ValueError(f"an arm's schema is that of {WITH_SCHEMA}, of which there is no question; leave it out")
     rows: list[Answered] = []
     try:
         for name, arm in chosen.items():
@@ -256,7 +266,7 @@ def answered(arm: str, task: str, row: Row, reply: ArmReply, *, seconds: float) 
         wanted=row["answer"],
         text=reply.text,
         is_right=GRADERS[task](row["answer"], reply.text),
-        is_valid=has_schema(reply.text) if task == "package-fields" else None,
+        is_valid=has_schema(reply.text) if task == WITH_SCHEMA else None,
         schema=reply.schema,
         tokens=reply.tokens,
         forwards=reply.forwards,

@@ -206,6 +206,9 @@ def test_a_task_without_questions_is_named(
     assert {task for task, _ in comparison.drawn_questions(3, None, "test", ["third-person"])} == {"third-person"}
     assert main(["--tasks", "third-person,package-fields"]) == 2
     assert "this machine has questions of gsm-mini, third-person" in capsys.readouterr().err
+    held = '{"held": {"model": "a", "decoding": {}, "schema": true}}'
+    assert main(["--only", "--arms", held]) == 2
+    assert "schema is that of package-fields, of which there is no question" in capsys.readouterr().err
 
 
 def test_a_late_arm_that_fails_loses_no_answers(
