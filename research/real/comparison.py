@@ -13,8 +13,8 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -23,14 +23,13 @@ from tqdm import tqdm
 
 from mbd_core.command_line import command, refuse_given
 from mbd_core.engine.config import Dtype
-from mbd_core.evaluation.measures.statistics import p_text, sign_test, wins_and_losses
 from mbd_core.fields import DATA, DECODING, ENGINE, MODEL, OUTPUT, Flag, Ge, load
 from mbd_core.files import check_target_folder, folder_beside, write_text
-from mbd_core.tables import Cell
+from research.real.arms import ARMS, BASE, LLAMA_CPP, Answered, Arm
 from research.real.data import EXTRACT, PackageFields, Row, streams
 from research.real.grading import GRADERS, has_schema
 from research.real.others import ArmReply, by_llama_cpp, by_transformers, llama_cpp_file
-from research.tables import table_lines
+from research.real.report import report
 
 if TYPE_CHECKING:
     from mbd_core import LLM
@@ -38,59 +37,6 @@ if TYPE_CHECKING:
 KIND, ROWS = "comparison of a real model with its base", "rows.jsonl"
 MAX_TOKENS = 128
 WITH_SCHEMA = "package-fields"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arm:
-    """A model, its decoding, and the dtype of its engine; `None` is the comparison's dtype.
-
-    `draft_model` drafts for the model, if its decoding says so (`verify.draft_model`). With `schema` the JSON of
-    `package-fields` is decoded under the schema of its fields, the other tasks' answers freely.
-    """
-
-    model: str
-    decoding: Mapping[str, Any]
-    dtype: Dtype | None = None
-    draft_model: str | None = None
-    schema: bool = False
-
-
-ARMS = {
-    "base, token by token": Arm(model="smollm2-135m", decoding={}),
-    "SingleBD": Arm(model="smollm2-bd", decoding={"buffer_size": 1}),
-    "MultiBD on the same model": Arm(model="smollm2-bd", decoding={"buffer_size": 4}),
-    "MultiBD after MultiTF": Arm(model="smollm2-mbd", decoding={"buffer_size": 4}),
-    "base fine-tuned, token by token": Arm(model="smollm2-ar", decoding={}),
-    "MBD, token by token": Arm(model="smollm2-mbd", decoding={"causal": {"method": "ar"}}),
-    "the same, drafted 16 at once": Arm(model="smollm2-mbd", decoding={"causal": {"block_length": 16}}),
-}
-BASE, SINGLE, NAIVE, TRAINED, CONTROL, OWN, DRAFTED = ARMS
-LLAMA_CPP = "base, llama.cpp"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answered:
-    """An arm's answer to a question, asked without other requests: its tokens, its forwards, the request's seconds.
-
-    `is_valid` says of JSON whether it has the schema, `schema` whether it was decoded under it.
-    `nats` is its negative log-likelihood under the base, which reads it as `tokens_read`. Published rows lack the
-    texts, because others own them; a digest tells equal texts.
-    """
-
-    arm: str
-    task: str
-    is_right: bool
-    tokens: int
-    forwards: int
-    seconds: float
-    is_valid: bool | None = None
-    schema: bool = False
-    nats: float | None = None
-    tokens_read: int = 0
-    digest: str = ""
-    question: str = ""
-    wanted: str = ""
-    text: str = ""
 
 
 def run(
@@ -111,7 +57,16 @@ def run(
     at_once: Annotated[
         int, Ge(1), Flag("Questions that an arm answers at once; above 1 its tokens a second mean nothing.", ENGINE)
     ] = 1,
-    tau_m2t: Annotated[float | None, Flag("The threshold of all arms.", DECODING, default="each folder's own")] = None,
+    tau_m2t: Annotated[
+        tuple[float, ...],
+        Flag(
+            "Thresholds of the arms that have one; with several the table of each arm's AUP is printed, too.",
+            DECODING,
+            metavar="X,...",
+            default="each folder's own",
+            commas=True,
+        ),
+    ] = (),
     dtype: Annotated[Dtype, Flag("As mbd serve takes it.", ENGINE)] = "auto",
     transformers: Annotated[bool, Flag("Ask the base by transformers' generate, too.", MODEL)] = False,
     llama_cpp: Annotated[
@@ -179,19 +134,17 @@ def run(
     rows: list[Answered] = []
     try:
         for name, arm in chosen.items():
-            decoding = dict(arm.decoding)
-            if tau_m2t is not None and decoding and "causal" not in decoding and arm.draft_model is None:
-                decoding["tau_m2t"] = tau_m2t
-            if arm.draft_model is not None:
-                decoding["draft_model"] = arm.draft_model
-            with LLM(arm.model, dtype=arm.dtype or dtype, max_rows=at_once, **decoding) as llm:
-                if at_once == 1:
-                    rows += list(answers_of(name, partial(_ask_engine, llm, arm), questions))
-                    continue
-                print(name, file=sys.stderr)
-                replies = _ask_at_once(llm, arm, [row["question"] for _, row in questions])
-                for task, row in questions:
-                    rows.append(answered(name, task, row, replies[row["question"]], seconds=0.0))
+            for tau, decoding in _decodings(arm, tau_m2t):
+                with LLM(arm.model, dtype=arm.dtype or dtype, max_rows=at_once, **decoding) as llm:
+                    if at_once == 1:
+                        own = list(answers_of(name, partial(_ask_engine, llm, arm), questions))
+                    else:
+                        print(name if tau is None else f"{name}, tau_m2t {tau:g}", file=sys.stderr)
+                        replies = _ask_at_once(llm, arm, [row["question"] for _, row in questions])
+                        own = [
+                            answered(name, task, row, replies[row["question"]], seconds=0.0) for task, row in questions
+                        ]
+                    rows += [replace(row, tau=tau) for row in own]
         if transformers:
             asked = by_transformers(ARMS[BASE].model, dtype, max_tokens=MAX_TOKENS)
             rows += list(answers_of("base, transformers' generate", asked, questions))
@@ -216,6 +169,15 @@ def run(
         raise RuntimeError(without)
     if without:
         print(without)
+
+
+def _decodings(arm: Arm, thresholds: Sequence[float]) -> Iterator[tuple[float | None, dict[str, Any]]]:
+    """The arm's decoding with each threshold; its own, and `None`, if it has no threshold or none are named."""
+    own = {**arm.decoding, **({} if arm.draft_model is None else {"draft_model": arm.draft_model})}
+    if not thresholds or not arm.decoding or "causal" in arm.decoding or arm.draft_model is not None:
+        yield None, own
+    else:
+        yield from ((tau, {**own, "tau_m2t": tau}) for tau in thresholds)
 
 
 def _keep(rows: Sequence[Answered], out: Path, *, overwrite: bool) -> None:
@@ -303,92 +265,6 @@ def _ask_at_once(llm: LLM, arm: Arm, questions: Sequence[str], *, use_tqdm: bool
         )
         for question, answer in zip([*free, *held], answers, strict=True)
     }
-
-
-def report(rows: Sequence[Answered]) -> list[str]:
-    """One table. Then five sentences if the rows have all `ARMS` and were timed, one more if they have llama.cpp; else
-    the arms' sign tests."""
-    arms, tasks = list(dict.fromkeys(row.arm for row in rows)), list(dict.fromkeys(row.task for row in rows))
-    has_valid = any(row.is_valid is not None for row in rows)
-    has_nats = any(row.nats is not None for row in rows)
-    lines: list[list[Cell]] = []
-    for arm in arms:
-        own = [row for row in rows if row.arm == arm]
-        right = [_percent([row.is_right for row in own if row.task == task]) for task in tasks]
-        lines.append([arm, *right, _percent([row.is_right for row in own]), f"{_tpf(own):.2f}", _tps_text(own)])
-        lines[-1] += [_percent([row.is_valid for row in own if row.is_valid is not None])] if has_valid else []
-        lines[-1] += [_nats_text(own)] if has_nats else []
-    heads = ["", *(f"{task}, right (%)" for task in tasks), "all", "tokens a forward", "tokens a second"]
-    heads += ["JSON of the schema (%)"] if has_valid else []
-    heads += ["nats a token under the base"] if has_nats else []
-    of = {arm: [row for row in rows if row.arm == arm] for arm in arms}
-    if not set(ARMS) <= set(of) or not all(row.seconds for row in rows):
-        # a kept arm may have failed midway
-        whole = [arm for arm in arms if len(of[arm]) == len(of[arms[0]])]
-        pairs = [
-            f"- {one} alone is right in {_against(of[one], of[other], other)}. "
-            f"{_same(of[one], of[other])} answers are the same."
-            for one, other in itertools.combinations(whole, 2)
-        ]
-        return [*table_lines(heads, lines, num_text=1), *(["", "Exact sign tests:", "", *pairs] if pairs else [])]
-    accuracy = {arm: _percent([row.is_right for row in own]) for arm, own in of.items()}
-    return [
-        *table_lines(heads, lines, num_text=1),
-        "",
-        f"The base writes {_tps(of[BASE]):.1f} tokens a second, and {accuracy[BASE]} % of its answers are right: "
-        "it was never trained on these tasks.",
-        f"Adapted to blocks it writes {_tps(of[SINGLE]) / _tps(of[BASE]):.2f} times as many a second block by block "
-        f"({accuracy[SINGLE]} % right), and {_tps(of[NAIVE]) / _tps(of[BASE]):.2f} times with four blocks at once "
-        f"({accuracy[NAIVE]} %).",
-        f"After MultiTF four blocks at once give {_tps(of[TRAINED]) / _tps(of[BASE]):.2f} times the base's tokens a "
-        f"second, {_tpf(of[TRAINED]):.2f} tokens a forward, and {accuracy[TRAINED]} % right answers.",
-        f"Token by token the same weights are right in {accuracy[OWN]} %, the base fine-tuned on the same samples in "
-        f"{accuracy[CONTROL]} %. Drafted in blocks these answers come {_tps(of[DRAFTED]) / _tps(of[OWN]):.2f} times "
-        f"as fast: {_same(of[DRAFTED], of[OWN])} are the same, letter by letter.",
-        "Of the same questions (exact sign test), MultiBD after MultiTF alone is right in "
-        f"{_against(of[TRAINED], of[NAIVE], 'MultiBD before it')}, in "
-        f"{_against(of[TRAINED], of[SINGLE], 'SingleBD')}, and in "
-        f"{_against(of[TRAINED], of[CONTROL], 'the fine-tuned base')}.",
-        *(
-            f"The base by llama.cpp writes {_tps(own):.1f} tokens a second, MultiBD after MultiTF "
-            f"{_tps(of[TRAINED]) / _tps(own):.2f} times as many."
-            for arm, own in of.items()
-            if arm == LLAMA_CPP
-        ),
-    ]
-
-
-def _against(first: Sequence[Answered], second: Sequence[Answered], other: str) -> str:
-    """How often only one of two arms is right. Both arms' rows have the same questions in the same order."""
-    pairs = zip(first, second, strict=True)
-    wins, losses = wins_and_losses((str(i), int(a.is_right) - int(b.is_right)) for i, (a, b) in enumerate(pairs))
-    return f"{wins} and {other} in {losses} (p {p_text(sign_test(wins, losses), equals='= ')})"
-
-
-def _same(first: Sequence[Answered], second: Sequence[Answered]) -> str:
-    """How many of two arms' answers have the same text."""
-    return f"{sum(a.digest == b.digest for a, b in zip(first, second, strict=True))} of {len(first)}"
-
-
-def _percent(values: Sequence[bool]) -> str:
-    return f"{100 * sum(values) / len(values):.0f}"
-
-
-def _tpf(rows: Sequence[Answered]) -> float:
-    return sum(row.tokens for row in rows) / sum(row.forwards for row in rows)
-
-
-def _tps_text(rows: Sequence[Answered]) -> str:
-    return f"{_tps(rows):.1f}" if all(row.seconds for row in rows) else ""
-
-
-def _nats_text(rows: Sequence[Answered]) -> str:
-    nats, tokens = [row.nats for row in rows if row.nats is not None], sum(row.tokens_read for row in rows)
-    return f"{sum(nats) / tokens:.2f}" if len(nats) == len(rows) and tokens else ""
-
-
-def _tps(rows: Sequence[Answered]) -> float:
-    return sum(row.tokens for row in rows) / sum(row.seconds for row in rows)
 
 
 main = command(run, "python -m research compare")

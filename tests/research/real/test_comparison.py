@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mbd_core
 from research.real import comparison, others
-from research.real.comparison import (
+from research.real.arms import (
     ARMS,
     BASE,
     CONTROL,
@@ -27,11 +27,12 @@ from research.real.comparison import (
     TRAINED,
     Answered,
     Arm,
-    main,
 )
+from research.real.comparison import main
 from research.real.data import EXTRACT, FIELDS
 from research.real.grading import GRADERS, has_schema
 from research.real.others import ArmReply
+from research.real.report import report
 
 ROOT = Path(comparison.__file__).resolve().parents[2]
 
@@ -244,7 +245,7 @@ def test_the_sentences_say_what_the_rows_say() -> None:
         replace(row, arm=OWN, is_right=True, digest="a"),
         replace(row, arm=DRAFTED, seconds=0.8, digest="a"),
     ]
-    text = "\n".join(comparison.report(rows))
+    text = "\n".join(report(rows))
     assert "The base writes 20.0 tokens a second, and 0 %" in text
     assert "2.00 times as many a second block by block (100 % right), and 2.50 times" in text
     assert "4.00 times the base's tokens a second, 5.00 tokens a forward, and 100 % right answers." in text
@@ -253,7 +254,7 @@ def test_the_sentences_say_what_the_rows_say() -> None:
     assert "alone is right in 1 and MultiBD before it in 0 (p = 1.000), in 0 and SingleBD in 0" in text
     assert "and in 1 and the fine-tuned base in 0" in text
     assert set(ARMS) == {r.arm for r in rows} and "llama.cpp" not in text
-    text = "\n".join(comparison.report([*rows, replace(row, arm=LLAMA_CPP, seconds=1.0)]))
+    text = "\n".join(report([*rows, replace(row, arm=LLAMA_CPP, seconds=1.0)]))
     assert "The base by llama.cpp writes 40.0 tokens a second, MultiBD after MultiTF 2.00 times as many." in text
 
 
@@ -261,11 +262,47 @@ def test_each_two_of_other_arms_are_tested() -> None:
     row = Answered(arm="a", task="gsm-mini", is_right=False, tokens=40, forwards=40, seconds=2.0)
     rows = [row, row, *(replace(row, arm=arm, is_right=True) for arm in "bbc"), replace(row, arm="cut")]
     rows.insert(5, replace(row, arm="c", is_right=True, digest="another text"))
-    text = "\n".join(comparison.report(rows))
+    text = "\n".join(report(rows))
     assert "- a alone is right in 0 and b in 2 (p = 0.500). 2 of 2 answers are the same." in text
     assert "and cut in" not in text
     assert "- b alone is right in 0 and c in 0 (p = 1.000). 1 of 2 answers are the same." in text
-    assert "sign" not in "\n".join(comparison.report([row]))
+    assert "sign" not in "\n".join(report([row]))
+
+
+def test_arms_of_several_thresholds_have_an_aup(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made: list[dict[str, object]] = []
+
+    class Engine(nullcontext):
+        def chat(self, questions: list[str], **_: object) -> list[SimpleNamespace]:
+            forwards = 2 if made[-1].get("tau_m2t") == 0.9 else 1
+            return [
+                SimpleNamespace(text="Returns it." if question == "q0" else "", tokens=(1, 2), forwards=forwards)
+                for question in questions
+            ]
+
+    def engine(model: str, **decoding: object) -> Engine:
+        made.append(decoding)
+        return Engine(None)
+
+    rows = [("third-person", {"question": f"q{number}", "answer": "Returns it."}) for number in range(2)]
+    monkeypatch.setattr(Engine, "__enter__", lambda engine: engine)
+    monkeypatch.setattr(mbd_core, "LLM", engine)
+    monkeypatch.setattr(comparison, "drawn_questions", lambda *_: rows)
+    arms = '{"a": {"model": "a", "decoding": {"buffer_size": 4}}, "ar": {"model": "b", "decoding": {}}}'
+    argv = ["--only", "--arms", arms, "--tau-m2t", "0.8,0.9", "--at-once", "2", "--out", str(tmp_path / "out")]
+    assert main(argv) == 0
+    assert [decoding.get("tau_m2t") for decoding in made] == [0.8, 0.9, None]
+    said, err = capsys.readouterr()
+    assert err.splitlines() == ["a, tau_m2t 0.8", "a, tau_m2t 0.9", "ar"]
+    assert "| a, tau_m2t 0.8 | 50 | 50 | 2.00 | |" in said and "| ar | 50 | 50 | 2.00 | |" in said
+    # from TPF 1 to 2 at 50 % right: an area of 50; a draw of both questions has 0, 50 or 100 % right
+    assert "| a | 50 [0, 100] | " in said and "| 50 % at 1.00, 50 % at 2.00 |" in said
+    assert "Differences" not in said
+    kept = comparison.kept_rows(tmp_path / "out")
+    other = [replace(row, arm="b", is_right=True) for row in kept if row.tau is not None]
+    assert "- a less b: -50 [-100, +0]" in "\n".join(report([*kept, *other]))
 
 
 def test_likelihoods_under_the_base_are_those_of_transformers(
@@ -293,7 +330,7 @@ def test_likelihoods_under_the_base_are_those_of_transformers(
     assert "| nats a token under the base |" in asked and f"| {mean:.2f} |" in asked
     assert main(["--report-only", str(tmp_path / "out")]) == 0
     assert capsys.readouterr().out.splitlines() == asked.splitlines()[:3]
-    assert "nats" not in "\n".join(comparison.report([replace(row, nats=None) for row in rows]))
+    assert "nats" not in "\n".join(report([replace(row, nats=None) for row in rows]))
 
 
 @pytest.mark.parametrize(
