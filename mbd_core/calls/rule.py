@@ -10,7 +10,7 @@ from typing import Any
 
 from mbd_core.calls.argument_grammar import ArgumentGrammar
 from mbd_core.calls.form import ID, ID_LENGTH, CallForm
-from mbd_core.decoding.grammar.grammar import FORM, Grammar
+from mbd_core.decoding.grammar.grammar import FORM, TOOLS_RULE, Grammar
 from mbd_core.decoding.grammar.schemas import ON_A_LINE
 
 ANY = "/(?s:.*)/"
@@ -46,8 +46,8 @@ class CallRule:
         others = f" ({constants(form.between + form.head)} function)*" if self.several and form.several else ""
         lines = [
             f"calls: function{others} {constants(form.end)}",
-            "function: named" + f" {self._with_id(form.tail, constants)}",
-            "named: " + " | ".join(f"f{i}" for i in range(len(functions))),
+            f"function: {TOOLS_RULE} {self._with_id(form.tail, constants)}",
+            f"{TOOLS_RULE}: " + " | ".join(f"f{i}" for i in range(len(functions))),
             *(f"f{i}: {text}" for i, text in enumerate(functions)),
             *arguments.lines,
         ]
@@ -76,7 +76,7 @@ class CallRule:
         text = ANY
         if not form.text_before:
             spelled, before = f"spelled: {json.dumps(form.mark)}", ""
-            text = f"{ANY} & ~/(?s:.*){_regex(form.mark)}(?s:.*)/"
+            text = f"{ANY} & ~/(?s:.*){regex_of(form.mark)}(?s:.*)/"
         head = "head: spelled" if token is None else f"head: spelled | {before}{token}"
         return [f"start: TEXT | head {rest} calls", head, spelled, f"TEXT: {text}"]
 
@@ -117,12 +117,12 @@ def without_beginning(beginning: str) -> str:
     """A regular expression for all texts that do not begin with `beginning`."""
     options = [""]
     for number, letter in enumerate(beginning):
-        options.append(f"{_regex(beginning[:number])}[^{_regex(letter)}](?s:.*)")
-        options += [_regex(beginning[: number + 1])] * (number + 1 < len(beginning))
+        options.append(f"{regex_of(beginning[:number])}[^{regex_of(letter)}](?s:.*)")
+        options += [regex_of(beginning[: number + 1])] * (number + 1 < len(beginning))
     return f"/{'|'.join(options)}/"
 
 
-def _regex(text: str) -> str:
+def regex_of(text: str) -> str:
     """A text as a regular expression in Lark."""
     return "".join("\\" + letter if letter in SPECIAL else letter for letter in text).replace("\n", "\\n")
 

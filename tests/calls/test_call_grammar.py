@@ -1,6 +1,7 @@
 """The grammar of each form takes what its template writes, and nothing that does not fit the functions' schemas."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from mbd_core.calls.form import CallForm
 from mbd_core.calls.forms import FORMS, HERMES, PYTHONIC, XML, form_named
 from mbd_core.calls.reader import CallReader
 from mbd_core.calls.rule import CallRule
+from mbd_core.calls.thoughts import ThoughtForm, Thoughts
 from mbd_core.checkpoint.config import load_config
 from mbd_core.checkpoint.tokenizer import grammars_of
 from mbd_core.decoding.grammar.guide import Grammars
@@ -178,6 +180,29 @@ def test_an_answer_that_must_call_can_always_end_and_its_call_fits(
     for delta in piece.calls:
         function = delta["function"]
         jsonschema.validate(json.loads(function["arguments"]), dict(FUNCTIONS)[function["name"]])
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_a_budget_that_suffices_for_one_function_suffices_beside_others(
+    tokenizer: PreTrainedTokenizerFast, tiny_model_dir: Path, form: CallForm
+) -> None:
+    long = {"type": "object", "properties": {"text": {"enum": ["a long text of many tokens " * 9]}}}
+    long |= {"required": ["text"], "additionalProperties": False}
+    shared = {"type": "object", "properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": {"type": "boolean"}}}
+    grammars = grammars_of(tokenizer, load_config(tiny_model_dir))
+    alone = CallRule(functions=(("get_time", shared),), must=True, several=True)
+    for number in range(3):
+        others = [("get_times", long), ("get_weather", long)]
+        among = replace(alone, functions=(*others[:number], ("get_time", shared), *others[number:]))
+        for thoughts in (None, Thoughts(ThoughtForm("<think>", "</think>"), is_open=True)):
+            grammar, both = (held.grammar(form, tokenizer.get_added_vocab()) for held in (alone, among))
+            if thoughts is not None:
+                grammar, both = (thoughts.before(each, tokenizer.get_added_vocab()) for each in (grammar, both))
+            least = len(grammars.guide(grammar, max_tokens=300).rest(0))
+            guide = grammars.guide(both, max_tokens=least)
+            assert len(guide.rest(0)) <= least
+            resumed = grammars.guide(both, max_tokens=least, committed=guide.rest(0)[:-2])
+            assert resumed.rest(0) == guide.rest(0)
 
 
 @pytest.mark.parametrize("name", ["xml", "pythonic"])

@@ -62,7 +62,7 @@ class Closings:
     """
 
     def __init__(self, tokenizer: LLTokenizer, *, eos_token_id: int, forbidden: Sequence[int]) -> None:
-        self.eos_token_id, self._tokenizer, self._size = eos_token_id, tokenizer, tokenizer.vocab_size
+        self.eos_token_id, self.tokenizer, self._size = eos_token_id, tokenizer, tokenizer.vocab_size
         texts = [tokenizer.decode_bytes([token]) for token in range(self._size)]
         special = [texts[t].decode(errors="replace") for t in range(self._size) if tokenizer.is_special_token(t)]
         self._special = [text for text in special if text]
@@ -80,13 +80,13 @@ class Closings:
         if grammar.syntax == "json_schema":
             return []
         words = dict.fromkeys(re.findall(r"[^\\.^$|?*+()\[\]{}\"\s]{2,}", grammar.whole))
-        return [self._tokenizer.tokenize_str(text) for text in list(words)[:MAX_LITERALS]]
+        return [self.tokenizer.tokenize_str(text) for text in list(words)[:MAX_LITERALS]]
 
     def marks(self, grammar: Grammar) -> list[list[int]]:
         """The tokens of each mark that ends a string without quotes: its own token, and the tokens of its
         characters."""
         own = [self._by_text[mark.encode()] for mark in grammar.marks if mark.encode() in self._by_text]
-        return [[token] for token in own] + [self._tokenizer.tokenize_str(mark) for mark in grammar.marks]
+        return [[token] for token in own] + [self.tokenizer.tokenize_str(mark) for mark in grammar.marks]
 
     def special_in(self, grammar: Grammar) -> str:
         """The reason why an answer may not be found, if a special token's text stands in the grammar; else empty."""

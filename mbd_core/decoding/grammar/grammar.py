@@ -3,6 +3,7 @@
 import json
 import re
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from mbd_core.decoding.grammar.schemas import GrammarRefused, plain_schema
@@ -15,6 +16,9 @@ MAX_SCHEMAS = 131_072  # characters of all schemas, after `plain_schema`
 
 
 FORM = ""  # in place of a tool's name
+TOOLS_RULE = "named"  # the rule of a text whose alternatives are the tools
+TOOLS_LINE = re.compile(rf"^{TOOLS_RULE}: (.+)$", re.MULTILINE)
+RULE = re.compile(r"^(?P<name>[fr]\d+)(?:\[\w+\])?: .*\n?", re.MULTILINE)  # of a tool, or of its arguments
 EBNF_RULE = re.compile(r"^\s*[\w.-]+\s*::=", re.MULTILINE)
 
 
@@ -67,11 +71,24 @@ class Grammar:
         return len({name for name, _ in self.schemas} - {FORM})
 
     @property
+    def wholes_of_one_tool(self) -> Iterator[str]:
+        """For each of several tools: the text with its schemas for answers whose calls are all of this tool."""
+        if self.num_tools < 2 or (line := TOOLS_LINE.search(self.text)) is None:
+            return
+        rules = {match["name"]: match[0] for match in RULE.finditer(self.text)}
+        for tool in line[1].split(" | "):
+            text = TOOLS_LINE.sub(f"{TOOLS_RULE}: {tool}", self.text)
+            for name in rules.keys() - _needed(rules, tool):
+                text = text.replace(rules[name], "")
+            yield self._with_schemas(text)
+
+    @property
     def whole(self) -> str:
         """The text with its schemas."""
-        if not self.schemas:
-            return self.text
-        return SCHEMA_PLACE.sub(lambda match: f"%json {self.schemas[int(match[1])][1]}", self.text)
+        return self._with_schemas(self.text) if self.schemas else self.text
+
+    def _with_schemas(self, text: str) -> str:
+        return SCHEMA_PLACE.sub(lambda match: f"%json {self.schemas[int(match[1])][1]}", text)
 
     @property
     def parts(self) -> tuple[tuple[str, str], ...]:
@@ -88,6 +105,15 @@ class Grammar:
         if self.num_tools:
             return "the tools"
         return f"the {NAMES['json_schema' if self.schemas else self.syntax]}"
+
+
+def _needed(rules: Mapping[str, str], name: str) -> set[str]:
+    """The rules that the named rule refers to, and itself."""
+    needed, found = set[str](), [name]
+    while found:
+        needed.add(rule := found.pop())
+        found += rules.keys() & set(re.findall(r"\w+", rules[rule].partition(": ")[2])) - needed
+    return needed
 
 
 SCHEMA_PLACE = re.compile(r"%json @(\d+)")

@@ -20,13 +20,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mbd_core.decoding.grammar.closings import NUM_TRIED, Closings, Search, Vocabulary
-from mbd_core.decoding.grammar.grammar import Grammar
-from mbd_core.decoding.grammar.matchers import compile_grammar, first_line
+from mbd_core.decoding.grammar.grammar import FORM, Grammar
+from mbd_core.decoding.grammar.matchers import compile_grammar, first_line, tool_matchers
 from mbd_core.decoding.grammar.schemas import GrammarRefused
 
 if TYPE_CHECKING:
@@ -87,27 +88,12 @@ class Guide(GuideState):
         budget: int,
         committed: Sequence[int],
         closing: Sequence[int],
-        tools: bool = False,
     ) -> None:
         """`matcher` has seen the `committed` tokens. `budget` bounds the answer's further tokens, its EOS included.
-
-        `closing` is a known closing, or empty. Raises `GrammarRefused` if no closing is found; the message names the
-        user's tools if `tools` is set, else the grammar.
-        """
+        `closing` is at most as long."""
         self._matcher, self._closings, self._num_left = matcher, closings, budget
         self._literals, self._marks = literals, marks
-        self._decided_tokens = list(committed)
-        known_closing = list(closing) if closing and len(closing) <= budget and self._accepts(list(closing)) else None
-        search = Search()
-        new_closing = (
-            closings.find(matcher, budget, literals=literals, marks=marks, thorough=MAX_SEARCH, search=search)
-            or known_closing
-        )
-        if new_closing is None:
-            accepts, it = ("calls a tool", "the tools") if tools else ("the grammar accepts", "it")
-            remedy = f"simplify {it}: {search.error}" if search.error else f"raise max_tokens or simplify {it}"
-            raise GrammarRefused(f"no answer of at most {budget} tokens was found that {accepts}; {remedy}")
-        self._closing = new_closing
+        self._decided_tokens, self._closing = list(committed), list(closing)
         self.waited = self.num_waits = 0
         self._room = (0, 0)  # the answer's places and rows when it began to wait
         super().__init__(self._forced_by_closing())
@@ -292,9 +278,14 @@ class Guide(GuideState):
         )
 
     def _accepts(self, tokens: list[int]) -> bool:
-        if len(tokens) == 1:  # an EOS
-            return self._matcher.is_stopped() or self._matcher.is_accepting()
-        return self._matcher.validate_tokens(tokens) == len(tokens)
+        return completes(self._matcher, tokens)
+
+
+def completes(matcher: LLMatcher, tokens: list[int]) -> bool:
+    """Whether `tokens`, the last one an EOS, complete the matcher's text."""
+    if len(tokens) == 1:
+        return matcher.is_stopped() or matcher.is_accepting()
+    return matcher.validate_tokens(tokens) == len(tokens)
 
 
 class Grammars:
@@ -310,7 +301,8 @@ class Grammars:
     def guide(
         self, grammar: Grammar, *, max_tokens: int, committed: Sequence[int] = (), closing: Sequence[int] = ()
     ) -> Guide:
-        """The guide of an answer of at most `max_tokens` tokens, its EOS included. Raises `GrammarRefused`.
+        """The guide of an answer of at most `max_tokens` tokens, its EOS included. Raises `GrammarRefused`, also if no
+        closing is found.
 
         The answer begins with `committed` and can go on with `closing`, if a closing is known. If the answer may be
         cut, the budget has one more place, for an EOS that the answer never reaches.
@@ -318,22 +310,21 @@ class Grammars:
         matcher, closings = self._matcher(grammar)
         if not matcher.consume_tokens(list(committed)):
             raise GrammarRefused("the grammar does not accept the tokens that were committed before")
-        try:
-            return Guide(
-                matcher,
-                closings,
-                literals=closings.literals(grammar),
-                marks=closings.marks(grammar),
-                budget=max_tokens - len(committed) + grammar.may_be_cut,
-                committed=committed,
-                closing=closing,
-                tools=grammar.num_tools > 0,
-            )
-        except GrammarRefused:
-            if not (special := closings.special_in(grammar)):
-                raise
-            accepted = "calls a tool" if grammar.num_tools else "the grammar accepts"
-            raise GrammarRefused(f"no answer was found that {accepted}: {special}") from None
+        budget = max_tokens - len(committed) + grammar.may_be_cut
+        literals, marks, search = closings.literals(grammar), closings.marks(grammar), Search()
+        look = partial(closings.find, limit=budget, literals=literals, marks=marks, search=search)
+        found = look(matcher, thorough=MAX_SEARCH)
+        if not found and 0 < len(closing) <= budget and completes(matcher, list(closing)):
+            found = list(closing)
+        if not found:  # the search above went along one tool
+            tools = tool_matchers(closings.tokenizer, grammar)
+            begun = (tool for tool in tools if tool.consume_tokens(list(committed)))
+            found = next(filter(None, (look(tool, thorough=0) for tool in begun)), None)
+        if not found:
+            raise GrammarRefused(_no_answer(grammar, budget, closings.special_in(grammar), search.error))
+        return Guide(
+            matcher, closings, literals=literals, marks=marks, budget=budget, committed=committed, closing=found
+        )
 
     def _matcher(self, grammar: Grammar) -> tuple[LLMatcher, Closings]:
         """A new matcher at the beginning of the grammar."""
@@ -358,3 +349,15 @@ class Grammars:
             while len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
             return compiled.deep_copy(), closings
+
+
+def _no_answer(grammar: Grammar, budget: int, special: str, error: str) -> str:
+    """The refusal of a grammar without a closing of at most `budget` tokens."""
+    accepts, it = "the grammar accepts", "it"
+    if grammar.num_tools:
+        text = FORM in dict(grammar.schemas)  # an answer without a call
+        accepts, it = f"calls a tool{' or fits the JSON schema' if text else ''}", "the tools"
+    if special:
+        return f"no answer was found that {accepts}: {special}"
+    remedy = f"simplify {it}: {error}" if error else f"raise max_tokens or simplify {it}"
+    return f"no answer of at most {budget} tokens was found that {accepts}; {remedy}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from mbd_core.decoding.grammar.grammar import Grammar, Syntax
@@ -29,6 +30,14 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
         except GrammarRefused as error:
             raise GrammarRefused(f"{subject} {error}") from None
     return matcher
+
+
+def tool_matchers(tokenizer: LLTokenizer, grammar: Grammar) -> Iterator[LLMatcher]:
+    """A matcher for each of a compiled grammar's tools, which takes no other tool."""
+    for whole in grammar.wholes_of_one_tool:
+        matcher, _ = _matcher_of(tokenizer, grammar.syntax, whole)
+        if matcher is not None:
+            yield matcher
 
 
 _REMEDIES = {

@@ -158,6 +158,7 @@ def said(*calls: dict[str, Any]) -> dict[str, Any]:
         ({"tools": [tool("a", parameters={"not": {}})]}, "tools", "Unimplemented keys"),
         ({"tools": [tool("a", x=1)]}, "tools.0.function.x", "unknown field"),
         ({"tools": TOOLS, "tool_choice": "required", "max_tokens": 5}, "tools", "no answer of at most 5 tokens"),
+        ({"tools": TOOLS, "guided_json": CITY, "max_tokens": 5}, "tools", "calls a tool or fits the JSON schema;"),
         ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", '"required"'),
         (
             {"tools": TOOLS, "tool_choice": tool("other")},
