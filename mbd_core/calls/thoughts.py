@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from mbd_core.calls.marks import open_length
-from mbd_core.calls.rule import ANY, Constants
+from mbd_core.calls.rule import ANY, Constants, regex_of
 from mbd_core.decoding.grammar.grammar import FORM, Grammar
 from mbd_core.decoding.grammar.schemas import ON_A_LINE, GrammarRefused
 
@@ -54,7 +54,10 @@ class Thoughts:
         return ThoughtReader(self)
 
     def before(self, grammar: Grammar, vocabulary: Mapping[str, int]) -> Grammar:
-        """The grammar of thoughts that are followed by an answer of `grammar`. Raises `GrammarRefused`."""
+        """The grammar of thoughts that are followed by an answer of `grammar`. Raises `GrammarRefused`.
+
+        If the budget may cut the answer, it may also cut the thoughts.
+        """
         constants, schemas = Constants(vocabulary), list(grammar.schemas)
         begin, end = constants(self.form.begin), self.form.end
         answer = f"%lark {{\n{grammar.text}\n}}"
@@ -69,6 +72,7 @@ class Thoughts:
         token = constants.token(end)
         lines = [
             f"start: {'thoughts' if self.is_open else f'({begin} thoughts)?'} answer",
+            *self._cut(begin) * grammar.may_be_cut,
             "thoughts: inside /\\s*/",
             "inside: spelled" if token is None else f"inside: spelled | THOUGHTS {token}",
             f"spelled[lazy]: {ANY} {json.dumps(end)}",
@@ -77,6 +81,11 @@ class Thoughts:
         ]
         marks = (end, *grammar.marks)
         return replace(grammar, syntax="lark", text="\n".join(lines), schemas=tuple(schemas), marks=marks)
+
+    def _cut(self, begin: str) -> list[str]:
+        """The rest of a grammar's first rule: an answer of thoughts without an end."""
+        unended = f"{ANY} & ~/(?s:.*){regex_of(self.form.end)}(?s:.*)/"
+        return [f"  | {'' if self.is_open else begin} UNENDED", f"UNENDED: {unended}"]
 
 
 def thoughts_behind(prompt: str, form: ThoughtForm | None) -> Thoughts | None:

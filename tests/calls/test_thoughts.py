@@ -127,6 +127,25 @@ def test_a_grammar_begins_behind_thoughts_and_an_answer_can_end(
     assert grammars.guide(own, max_tokens=150).rest(0)
 
 
+@pytest.mark.parametrize("is_token", [False, True])
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_budget_that_may_cut_a_text_may_cut_the_thoughts_before_it(
+    tiny_model_dir: Path, is_open: bool, is_token: bool
+) -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tiny_model_dir)
+    if is_token:
+        tokenizer.add_tokens([AddedToken(mark, special=False) for mark in (THINK.begin, THINK.end)])
+    grammars = Grammars(lambda: from_tokenizer(tokenizer), eos_token_id=load_config(tiny_model_dir).eos_token_ids[0])
+    for must in (False, True):
+        rule = CallRule(functions=NOW, must=must, several=True).grammar(HERMES, tokenizer.get_added_vocab())
+        grammar = Thoughts(THINK, is_open).before(rule, tokenizer.get_added_vocab())
+        matcher, _ = grammars._matcher(grammar)
+        begun = tokenizer.encode(("" if is_open else THINK.begin) + "\n2 < 3", add_special_tokens=False)
+        assert matcher.consume_tokens(begun) and matcher.is_accepting() != must
+        if not must:
+            assert grammars.guide(grammar, max_tokens=len(begun) + 1, committed=begun).rest(len(begun))
+
+
 def test_a_json_schema_behind_thoughts_is_refused_in_its_own_words(tiny_model_dir: Path) -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tiny_model_dir)
     grammars = Grammars(lambda: from_tokenizer(tokenizer), eos_token_id=load_config(tiny_model_dir).eos_token_ids[0])

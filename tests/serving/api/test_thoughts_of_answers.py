@@ -55,6 +55,14 @@ def test_thoughts_come_beside_the_content_and_a_grammar_begins_behind_them(openi
     assert choice["message"]["tool_calls"][0]["function"]["name"] == "now"
 
 
+def test_the_budget_cuts_thoughts_beside_tools_that_need_not_be_called(opening: Path) -> None:
+    asked = {"max_tokens": 2, "temperature": 1.0, "seed": 3}
+    free, beside = answers(opening, ("chat", asked), ("chat", asked | {"tools": [NOW]}), num_pages=NUM_PAGES)
+    for objects in (free, beside):
+        assert objects[0]["choices"][0]["finish_reason"] == "length"
+        assert objects[0]["usage"]["completion_tokens"] == 2
+
+
 def test_frames_add_no_tokens_of_thoughts(opening: Path) -> None:
     asked = {"max_tokens": 60, "temperature": 1.0, "seed": 3, "frames": True}
     usage = {"stream": True, "stream_options": {"include_usage": True}}
