@@ -20,7 +20,7 @@ demo: $(VENV)/.installed
 	$(BIN)/python jobs/demo.py
 
 real: $(VENV)/.installed
-	$(BIN)/python -m research compare
+	$(BIN)/python -m research compare --at-once 16 --timed 15
 
 install: $(VENV)/.installed
 

@@ -1,7 +1,7 @@
 """A real model and its own base side by side on one machine: right answers, tokens a forward, tokens a second.
 
-`make real` asks fifty unseen questions, one at a time. The study asks more arms more questions, and keeps the rows:
-`python -m research compare --limit 200 --out out/real/compare`. `--report-only` prints the table of kept rows again.
+`make real` asks fifty unseen questions, and times fifteen of them. The study asks more arms more questions, and keeps
+the rows: `python -m research compare --limit 200 --out out/real/compare`. `--report-only` prints their table again.
 """
 
 from __future__ import annotations
@@ -55,8 +55,11 @@ def run(
     ] = None,
     only: Annotated[bool, Flag("Ask the arms of --arms alone.", MODEL)] = False,
     at_once: Annotated[
-        int, Ge(1), Flag("Questions that an arm answers at once; above 1 its tokens a second mean nothing.", ENGINE)
+        int, Ge(1), Flag("Questions that an arm answers at once; above 1 those of --timed alone are timed.", ENGINE)
     ] = 1,
+    timed: Annotated[
+        int, Ge(0), Flag("With --at-once: the first questions, which are asked one at a time and timed.", ENGINE)
+    ] = 0,
     tau_m2t: Annotated[
         tuple[float, ...],
         Flag(
@@ -87,7 +90,7 @@ def run(
         Path | None, Flag("Ask nothing; print the table of the rows in this folder.", OUTPUT, metavar="DIR")
     ] = None,
 ) -> None:
-    """Asks a real model and its own base the same unseen questions, one at a time, and prints one table.
+    """Asks a real model and its own base the same unseen questions, and prints one table.
 
     The models are fetched at first use. Every arm runs in the same engine and precision on the same cores.
     """
@@ -104,6 +107,7 @@ def run(
             arms=arms,
             only=only,
             at_once=at_once,
+            timed=timed,
             tau_m2t=tau_m2t,
             dtype=dtype,
             transformers=transformers,
@@ -116,6 +120,8 @@ def run(
         return
     if out is None:
         refuse_given(run, "without --out", overwrite=overwrite)
+    if at_once == 1:
+        refuse_given(run, "with --at-once 1, which times all questions", timed=timed)
     if only and not arms:
         raise ValueError("--only needs --arms; leave it out or name some")
     chosen = {**({} if only else ARMS), **{name: load(Arm, values) for name, values in (arms or {}).items()}}
@@ -131,27 +137,22 @@ def run(
     questions = drawn_questions(limit, gsm8k_folder, split, tasks)
     if any(arm.schema for arm in chosen.values()) and not any(task == WITH_SCHEMA for task, _ in questions):
         raise ValueError(f"an arm's schema is that of {WITH_SCHEMA}, of which there is no question; leave it out")
+    num_alone = len(questions) if at_once == 1 else timed
     rows: list[Answered] = []
     try:
         for name, arm in chosen.items():
             for tau, decoding in _decodings(arm, tau_m2t):
-                with LLM(arm.model, dtype=arm.dtype or dtype, max_rows=at_once, **decoding) as llm:
-                    if at_once == 1:
-                        own = list(answers_of(name, partial(_ask_engine, llm, arm), questions))
-                    else:
-                        print(name if tau is None else f"{name}, tau_m2t {tau:g}", file=sys.stderr)
-                        replies = _ask_at_once(llm, arm, [row["question"] for _, row in questions])
-                        own = [
-                            answered(name, task, row, replies[row["question"]], seconds=0.0) for task, row in questions
-                        ]
-                    rows += [replace(row, tau=tau) for row in own]
+                label = name if tau is None else f"{name}, tau_m2t {tau:g}"
+                opened = partial(LLM, arm.model, dtype=arm.dtype or dtype, **decoding)
+                own = _engines_answers(label, opened, arm, questions, at_once=at_once, num_alone=num_alone)
+                rows += [replace(row, arm=name, tau=tau) for row in own]
         if transformers:
             asked = by_transformers(ARMS[BASE].model, dtype, max_tokens=MAX_TOKENS)
-            rows += list(answers_of("base, transformers' generate", asked, questions))
+            rows += list(answers_of("base, transformers' generate", asked, questions, num_timed=num_alone))
         if gguf is not None:
             try:
                 with by_llama_cpp(gguf, max_tokens=MAX_TOKENS) as asked:
-                    rows += list(answers_of(LLAMA_CPP, asked, questions))
+                    rows += list(answers_of(LLAMA_CPP, asked, questions, num_timed=num_alone))
             except RuntimeError as error:
                 without = str(error)
         if likelihood:
@@ -169,6 +170,27 @@ def run(
         raise RuntimeError(without)
     if without:
         print(without)
+
+
+def _engines_answers(
+    label: str,
+    opened: Callable[..., LLM],
+    arm: Arm,
+    questions: Sequence[tuple[str, Row]],
+    *,
+    at_once: int,
+    num_alone: int,
+) -> Iterator[Answered]:
+    """An arm's answers: the first `num_alone` from an engine of one row, the others from one of `at_once` rows."""
+    alone, beside = questions[:num_alone], questions[num_alone:]
+    if alone:
+        with opened(max_rows=1) as llm:
+            yield from answers_of(label, partial(_ask_engine, llm, arm), alone)
+    if beside:
+        print(label, file=sys.stderr)
+        with opened(max_rows=at_once) as llm:
+            replies = _ask_at_once(llm, arm, [row["question"] for _, row in beside])
+        yield from (answered(label, task, row, replies[row["question"]], seconds=0.0) for task, row in beside)
 
 
 def _decodings(arm: Arm, thresholds: Sequence[float]) -> Iterator[tuple[float | None, dict[str, Any]]]:
@@ -209,18 +231,21 @@ def drawn_questions(
     return in_turn[:limit]
 
 
-def answers_of(arm: str, ask: Callable[[str], ArmReply], questions: Sequence[tuple[str, Row]]) -> Iterator[Answered]:
-    """The arm's answers, one request at a time; the first question is asked once before the clock runs."""
+def answers_of(
+    arm: str, ask: Callable[[str], ArmReply], questions: Sequence[tuple[str, Row]], *, num_timed: int | None = None
+) -> Iterator[Answered]:
+    """The arm's answers, one request at a time, of which the first `num_timed` are timed (`None`: all). The first
+    question is asked once before the clock runs."""
     ask(questions[0][1]["question"])
-    for task, row in tqdm(questions, desc=f"{arm:<28}", unit="answer"):
+    for number, (task, row) in enumerate(tqdm(questions, desc=f"{arm:<28}", unit="answer")):
         began = time.perf_counter()
         reply = ask(row["question"])
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - began if num_timed is None or number < num_timed else 0.0
         yield answered(arm, task, row, reply, seconds=seconds)
 
 
 def answered(arm: str, task: str, row: Row, reply: ArmReply, *, seconds: float) -> Answered:
-    """A reply as a row; its seconds are 0 if it was asked beside others."""
+    """A reply as a row; its seconds are 0 if it was not timed."""
     return Answered(
         arm=arm,
         task=task,

@@ -18,7 +18,7 @@ def report(rows: Sequence[Answered]) -> list[str]:
     the arms' AUPs, if they have several thresholds, or the arms' sign tests."""
     of = _by_name(rows)
     table = _table(of)
-    if set(ARMS) <= set(of) and all(row.seconds for row in rows):
+    if set(ARMS) <= set(of) and all(any(row.seconds for row in own) for own in of.values()):
         return [*table, "", *_sentences(of)]
     whole = {
         name: own for name, own in of.items() if len(own) == len(next(iter(of.values())))
@@ -150,7 +150,7 @@ def _tpf(rows: Sequence[Answered]) -> float:
 
 
 def _tps_text(rows: Sequence[Answered]) -> str:
-    return f"{_tps(rows):.1f}" if all(row.seconds for row in rows) else ""
+    return f"{_tps(rows):.1f}" if any(row.seconds for row in rows) else ""
 
 
 def _nats_text(rows: Sequence[Answered]) -> str:
@@ -159,4 +159,5 @@ def _nats_text(rows: Sequence[Answered]) -> str:
 
 
 def _tps(rows: Sequence[Answered]) -> float:
-    return sum(row.tokens for row in rows) / sum(row.seconds for row in rows)
+    """Of the rows that were timed."""
+    return sum(row.tokens for row in rows if row.seconds) / sum(row.seconds for row in rows)

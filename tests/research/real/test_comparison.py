@@ -1,5 +1,6 @@
 """The comparison of a real model with its base: its graders, its questions, its sentences."""
 
+import itertools
 import json
 import os
 import shutil
@@ -143,8 +144,15 @@ def test_questions_may_be_asked_at_once_and_are_not_timed_then(
     said, err = capsys.readouterr()
     assert err.splitlines() == ["a", "b"]
     assert "| a | " in said and "| 2.00 | |" in said and "a alone is right in 0 and b in 0" in said
+    monkeypatch.setattr(comparison, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
+    assert main([*argv, "--timed", "1", "--overwrite"]) == 0 and made == [8, 8, 1, 8, 1, 8]
+    timed = [bool(row.seconds) for row in comparison.kept_rows(tmp_path / "out")]
+    assert timed == [True, False] * 2
+    assert "| 2.00 | |" not in capsys.readouterr().out
     assert main(["--only"]) == 2
     assert "--only needs --arms" in capsys.readouterr().err
+    assert main(["--timed", "2"]) == 2
+    assert "--timed has no meaning with --at-once 1, which times all questions" in capsys.readouterr().err
 
 
 def test_an_arm_under_the_schema_is_asked_for_fields_under_it(
