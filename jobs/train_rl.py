@@ -30,6 +30,7 @@ from mbd_core.command_line import Changes, Fields, command, command_options
 from mbd_core.engine.config import EngineConfig
 from mbd_core.fields import CLUSTER, MODEL, Flag, Ge, changed, configuration, leaves_of
 from mbd_core.json_text import merge_fields
+from mbd_core.multitf.config import check_schedule
 from mbd_core.multitf.recipes.choice import FIELD, read_config, recipe_in_file
 from mbd_core.multitf.run.log_targets import chosen_targets, default_targets
 from mbd_core.multitf.run.options import RunOptions
@@ -143,6 +144,8 @@ def chosen_recipe(own: RLOptions, changes: dict[str, Any]) -> RLRecipe:
         if name in of_train:
             raise ValueError(f"train.{name} follows other options: give {FOLLOWS[name]} instead")
     recipe = changed(recipe, values, noun=FIELD)
+    check_schedule(recipe.train, of_train)
+    recipe.held_out.check_sweeps(values.get("held_out") or ())
     recipe.check_learners(own.learners)
     return changed(recipe, {"model": named_base(recipe.model)})
 

@@ -223,16 +223,24 @@ def schema_of(kind: Any) -> dict[str, Any]:
     return _adapter(kind).json_schema()
 
 
-def check_effects(config: Any, path: str, *, chooser: str, effects: Mapping[str, Collection[str]]) -> None:
+def check_effects(
+    config: Any,
+    path: str,
+    *,
+    chooser: str,
+    effects: Mapping[str, Collection[str]],
+    given: Collection[str] | None = None,
+) -> None:
     """Raises `ValueError` for a field that is set and has no effect with the value of the field `chooser`.
 
     `effects` gives for each field the values of `chooser` with which the field has an effect. `path` is the
-    configuration's path.
+    configuration's path. `given` names the fields that are set; by default those that differ from the class's.
     """
     choice = getattr(config, chooser)
     for name, choices in effects.items():
         value = getattr(config, name)
-        if choice not in choices and value != getattr(type(config), name):
+        is_set = value != getattr(type(config), name) if given is None else name in given
+        if choice not in choices and is_set:
             raise ValueError(
                 f"{path}.{name}={value!r} has no effect with {path}.{chooser}={choice!r}; leave it out, or let "
                 f"{chooser} be {' or '.join(choices)}"

@@ -13,7 +13,7 @@ from mbd_core.fields import CLUSTER, MODEL, Flag, Ge, Gt, Le, configuration, loa
 from mbd_core.serving.api.parsing import MAX_PROMPTS, MOST_PROMPTS
 from mbd_core.serving.server.open_requests import DRAIN_SECONDS
 from mbd_core.serving.tokens.endpoint_args import EndpointArgs
-from mbd_core.storage.models import FetchModel, fetch_model
+from mbd_core.storage.models import FetchModel, check_url_weights, fetch_model
 
 
 @configuration()
@@ -119,6 +119,7 @@ class ModelArgs(EndpointArgs):
 
     def checked(self, fetch: FetchModel = fetch_model) -> Self:
         """The checked settings with models on this machine: `fetch` gives the local name or path of each model."""
+        check_url_weights([self.model], self.engine.url_weights)
         model = fetch(self.model, url_weights=self.engine.url_weights)
         engine = self.engine
         if engine.draft_model is not None:

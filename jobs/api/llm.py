@@ -25,7 +25,7 @@ from mbd_core.json_text import merge_fields
 from mbd_core.serving.api.requests import ChatRequest, CompletionRequest
 from mbd_core.serving.tokens.endpoint_args import EndpointArgs
 from mbd_core.serving.tokens.load import decoding_defaults
-from mbd_core.storage.models import fetch_model
+from mbd_core.storage.models import check_url_weights, fetch_model
 
 GivenMessage = Mapping[str, Any]
 BAR_SECONDS = 1.0  # until a progress bar is shown
@@ -47,6 +47,7 @@ class LLM:
         own, engine_fields, model_fields = split_settings({k: v for k, v in settings.items() if k != "method"})
         self._fields = _with_method(settings.get("method"), own)
         engine = EngineConfig(**engine_fields)
+        check_url_weights([str(model)], engine.url_weights)
         args = EndpointArgs(
             model=fetch_model(str(model), url_weights=engine.url_weights), engine=engine, **model_fields
         ).checked()

@@ -23,7 +23,7 @@ from mbd_core.evaluation.sweep.endpoints.endpoint import (
     try_decoding,
 )
 from mbd_core.storage.folder import Folder
-from mbd_core.storage.models import UrlWeights, fetch_model
+from mbd_core.storage.models import UrlWeights, check_url_weights, fetch_model
 
 if TYPE_CHECKING:
     from mbd_core.batch.decoding_model import DecodingModel
@@ -108,6 +108,7 @@ class Subjects:
         """
         if not models and not endpoints:
             raise ValueError("nothing is to be swept: give --models, or --endpoint")
+        check_url_weights(models, url_weights)
         addresses = [EndpointAddress.parse(text) for text in endpoints]
         key_of = read_keys(keys, [address.name for address in addresses])
         return cls(

@@ -4,9 +4,23 @@ Values alone, without PyTorch, so that a command shows its options at once.
 """
 
 import math
+from collections.abc import Collection
 from typing import Annotated, Literal
 
-from mbd_core.fields import CLUSTER, COMPUTING, DATA, LORA, OUTPUT, UPDATES, Flag, Ge, Gt, Le, configuration
+from mbd_core.fields import (
+    CLUSTER,
+    COMPUTING,
+    DATA,
+    LORA,
+    OUTPUT,
+    UPDATES,
+    Flag,
+    Ge,
+    Gt,
+    Le,
+    check_effects,
+    configuration,
+)
 
 Precision = Literal["auto", "float32", "bfloat16"]
 OptimizerName = Literal["muon", "adamw"]
@@ -222,6 +236,12 @@ class TrainConfig:
         progress = (step + 1 - self.warmup) / max(1, self.steps - self.warmup)
         factor = (1.0 + math.cos(math.pi * progress)) / 2 if self.schedule == "cosine" else 1.0 - progress
         return self.lr_min + (self.lr - self.lr_min) * max(0.0, factor)
+
+
+def check_schedule(config: TrainConfig, given: Collection[str]) -> None:
+    """Raise `ValueError` for a given field that has no effect with the schedule of the learning rate."""
+    effects = {"decay": ["trapezoid"], "lr_min": ["cosine", "linear"]}
+    check_effects(config, "train", chooser="schedule", effects=effects, given=given)
 
 
 def check_workers(config: TrainConfig, num_workers: int) -> None:

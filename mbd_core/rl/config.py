@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, field, replace
 from typing import Annotated, Any, Literal
 
@@ -121,6 +121,15 @@ class HeldOutConfig:
                 f"patience={self.patience} counts sweeps of held-out problems, and evaluate_every=0 makes none: give "
                 "one of them"
             )
+
+    def check_sweeps(self, given: Collection[str]) -> None:
+        """Raise `ValueError` for a given field of sweeps that the run does not make."""
+        for name in ("held_out", "held_out_data", "thresholds", "keep_best"):
+            if name in given and not self.evaluate_every:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} has no meaning with evaluate_every=0, which makes no sweeps of "
+                    "held-out problems; leave one of them out"
+                )
 
 
 @configuration(panel=STATES)

@@ -39,7 +39,7 @@ from mbd_core.evaluation.tasks.problems import load_problems
 from mbd_core.evaluation.tasks.recipes import find_recipe
 from mbd_core.multitf.run.teachers import find_teacher
 from mbd_core.multitf.states.answer import ReplayedAnswer, replay_refused
-from mbd_core.rl.config import FRESH_STREAMS, RLRecipe
+from mbd_core.rl.config import FRESH_STREAMS, HeldOutConfig, RLRecipe
 from mbd_core.rl.rewards import check_judges
 from mbd_core.rl.rows import ASKED_COLUMNS, ROLLOUT_COLUMNS, AskedRow, OutputColumns, RolloutRow
 from mbd_core.serving.tokens.load import default_device, load_engine
@@ -192,24 +192,29 @@ def _held_out(recipe: RLRecipe, model: str, engine: EngineConfig) -> Sweep:
             "from: name their file with held_out_data, or evaluate_every 0"
         )
     data = () if held_out.held_out_data is None else (f"{rollouts.task}={held_out.held_out_data}",)
-    return plan_sweep(
-        load_inputs(
-            SweepOptions(
-                models=(model,),
-                tasks=(rollouts.task,),
-                recipe=rollouts.prompt_recipe,
-                data=data,
-                definitions=(f"{HELD_OUT}={json.dumps(rollouts.decoding)}",),
-                methods=(HELD_OUT,),
-                grid=f"tau_m2t={','.join(map(str, held_out.thresholds))}",
-                max_tokens=rollouts.max_tokens,
-                limit=held_out.held_out,
-                seed=recipe.seed,
-                split="valid",
-                engine=engine,
-            )
+    inputs = load_inputs(
+        SweepOptions(
+            models=(model,),
+            tasks=(rollouts.task,),
+            recipe=rollouts.prompt_recipe,
+            data=data,
+            definitions=(f"{HELD_OUT}={json.dumps(rollouts.decoding)}",),
+            methods=(HELD_OUT,),
+            grid=f"tau_m2t={','.join(map(str, held_out.thresholds))}",
+            max_tokens=rollouts.max_tokens,
+            limit=held_out.held_out,
+            seed=recipe.seed,
+            split="valid",
+            engine=engine,
         )
     )
+    [task] = inputs.tasks
+    if (number := len(task.problem_set.problems)) < held_out.held_out != HeldOutConfig.held_out:
+        raise ValueError(
+            f"held_out={held_out.held_out} is more than the {number} problems of {task.problem_set.source}; give at "
+            f"most {number}"
+        )
+    return plan_sweep(inputs)
 
 
 # The engine of rollouts, whose weights are replaced between two parts.

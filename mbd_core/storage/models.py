@@ -1,5 +1,6 @@
 """Models at URLs, which are downloaded before they are read."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -7,6 +8,12 @@ from mbd_core.storage.cache import user_cache
 from mbd_core.storage.folder import SCHEME, Folder
 
 UrlWeights = Literal["cache", "stream"]
+
+
+def check_url_weights(models: Sequence[str], url_weights: UrlWeights) -> None:
+    """Raise `ValueError` if weights are to be streamed, and no model is at a URL."""
+    if url_weights == "stream" and models and not any(map(SCHEME.match, models)):
+        raise ValueError(f"--url-weights stream has no meaning with {', '.join(models)}, at no URL; leave it out")
 
 
 class FetchModel(Protocol):

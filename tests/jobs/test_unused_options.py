@@ -11,6 +11,7 @@ from research.__main__ import main as research
 TRAIN = "benchmarks train --model tiny"
 LONG = "where --attacks has no prompts or longer-stops or scores"
 REMEDY = "; leave it out"
+NO_SWEEPS = "has no meaning with evaluate_every=0, which makes no sweeps of held-out problems; leave one of them out"
 REPORT_ONLY = "with --report-only"
 URL = "--url http://127.0.0.1:1"
 
@@ -126,6 +127,35 @@ URL = "--url http://127.0.0.1:1"
             "mbd train --set sweeping.sweep_task=gsm-mini:8",
             "--set sweeping.sweep_task=gsm-mini:8 has no meaning without sweeps: leave it out, or say how often with "
             "--set sweeping.sweep_every=N",
+        ),
+        (
+            "mbd train --set train.schedule=cosine --set train.decay=0.3",
+            "train.decay=0.3 has no effect with train.schedule='cosine'; leave it out, or let schedule be trapezoid",
+        ),
+        (
+            "mbd rl --local --set train.lr_min=1e-9",
+            "train.lr_min=1e-09 has no effect with train.schedule='constant'; leave it out, or let schedule be cosine "
+            "or linear",
+        ),
+        *(
+            (f"mbd rl --local --evaluate-every 0 {option}", f"{value} {NO_SWEEPS}")
+            for option, value in (
+                ("--held-out-data d", "held_out_data=d"),
+                ("--held-out 5", "held_out=5"),
+                ("--thresholds 0.5", "thresholds=(0.5,)"),
+                ("--no-keep-best", "keep_best=False"),
+            )
+        ),
+        (
+            "mbd rl --local --held-out 1000000000",
+            "limit=1000000000 of task 'ledger-mini': at most 1000000 problems are generated",
+        ),
+        *(
+            (f"{command} --url-weights stream", f"--url-weights stream has no meaning with {model}, at no URL{REMEDY}")
+            for command, model in (
+                ("mbd serve --model tiny-mbd", "tiny-mbd"),
+                ("mbd sweep --models tiny-mbd,tiny-bd --tasks gsm-mini --out o", "tiny-mbd, tiny-bd"),
+            )
         ),
         ("mbd rl --ramp 9", "ramp=9 has no meaning without first_tokens: the limit does not grow"),
         (

@@ -1,5 +1,6 @@
 """Which problems a run learns from: new ones in each iteration, none that a model was trained on or is judged by."""
 
+import json
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -68,3 +69,13 @@ def test_a_run_says_where_its_problems_come_from(
     assert "problems: generated: split train, seed 1000000, 2 new ones in each iteration; none are held out" in (
         capsys.readouterr().out
     )
+
+
+def test_more_held_out_problems_than_a_file_has_are_refused(tmp_path: Path) -> None:
+    rows = [{"question": f"What is {n} + 1?", "answer": f"#### {n + 1}"} for n in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = str(tmp_path / "rows.jsonl")
+    rollouts = replace(TINY_RL.rollouts, task="gsm8k", data=data, max_tokens=8)
+    recipe = replace(TINY_RL, rollouts=rollouts, held_out=HeldOutConfig(held_out_data=data, held_out=9))
+    with pytest.raises(ValueError, match=r"held_out=9 is more than the 8 problems of .*; give at most 8"):
+        RolloutPlan.of(recipe, ENGINE)

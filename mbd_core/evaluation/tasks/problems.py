@@ -49,6 +49,7 @@ def _hub_rows(path: str) -> Iterator[NumberedRow]:
 
 
 DEFAULT_LIMIT = 500
+MOST_GENERATED = 1_000_000  # a task has no last problem that could end a larger limit soon
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +93,8 @@ def load_problems(
         return ProblemSet(task=task, source=data, problems=tuple(_problems(task, read_rows(data), data)[:limit]))
     if data is not None:
         raise ValueError(f"task '{task.name}' is generated and takes no data file; given {data}")
+    if limit is not None and limit > MOST_GENERATED:
+        raise ValueError(f"limit={limit} of task '{task.name}': at most {MOST_GENERATED} problems are generated")
     source = f"{task.name}/{split}/{seed}"
     rows = itertools.islice(task.generate(split=split, seed=seed), limit or DEFAULT_LIMIT)
     problems = tuple(task.problem(f"{source}/{number}", row) for number, row in enumerate(rows))

@@ -19,7 +19,7 @@ import yaml
 
 from mbd_core.fields import DATA, MODEL, Flag, changed, configuration, load, schema_of
 from mbd_core.json_text import differences, merge_fields
-from mbd_core.multitf.config import BASE_TEACHER
+from mbd_core.multitf.config import BASE_TEACHER, check_schedule
 from mbd_core.multitf.data.prepared import PreparedData
 from mbd_core.multitf.recipes.by_name import recipe_named
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, as_recorded, shortened, with_fitted_noise
@@ -91,6 +91,7 @@ def choose_recipe(
         if isinstance(values.get("base"), str):
             recipe = replace(recipe, base=named_base(values.pop("base")))
         recipe = with_changes(recipe, values)
+        check_schedule(recipe.train, values.get("train") or ())
         if (teacher := recipe.train.teacher) is not None and teacher.model != BASE_TEACHER:
             teacher = replace(teacher, model=named_base(teacher.model))
             recipe = replace(recipe, train=replace(recipe.train, teacher=teacher))
