@@ -1,6 +1,7 @@
 """Writes LoRA adapters in PEFT's layout, which `adapter.py` reads. Serving does not import this file."""
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -8,6 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mbd_core.checkpoint import adapter
+from mbd_core.checkpoint.base_values import RECORD
 from mbd_core.checkpoint.saving import MODEL_KIND, Factors
 from mbd_core.checkpoint.tensors import StoredTensor, decoder_shapes, stored_tensors
 from mbd_core.files import folder_beside, write_json
@@ -23,6 +25,7 @@ def save_adapter(
     alpha: int,
     dropout: float,
     base: str,
+    base_values: Mapping[str, Sequence[float]],
     extra: Mapping[str, str],
     overwrite: bool = False,
 ) -> None:
@@ -30,7 +33,8 @@ def save_adapter(
 
     `factors` are A (rank, I) and B (O, rank) of each adapted module, by the decoder's names. Modules that the family
     stores as one, like a fused query, key and value, get one adapter: their A's stacked, their B's block-diagonal. All
-    modules then get the rank of this adapter, padded with zeros. `extra` adds small text files. Raises `ValueError` as
+    modules then get the rank of this adapter, padded with zeros. `base_values` are the base's (`base_values.py`), and
+    `base` is its name or path. `extra` adds small text files. Raises `ValueError` as
     `files.check_target_folder` does.
     """
     stored = stored_tensors(config, decoder_shapes(config), "per_expert")
@@ -56,9 +60,10 @@ def save_adapter(
         "bias": "none",
         "inference_mode": True,
     }
+    metadata = {"format": "pt", RECORD: json.dumps(base_values)}
     with folder_beside(folder, MODEL_KIND, overwrite=overwrite) as new_folder:
         write_json(new_folder / adapter.CONFIG, settings)
-        save_file(tensors, new_folder / adapter.WEIGHTS, metadata={"format": "pt"})
+        save_file(tensors, new_folder / adapter.WEIGHTS, metadata=metadata)
         for name, text in extra.items():
             (new_folder / name).write_text(text)
 

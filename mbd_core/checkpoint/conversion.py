@@ -19,6 +19,7 @@ from torch import Tensor
 from mbd_core.checkpoint import adapter as adapters
 from mbd_core.checkpoint.adaptation.trained_config import RECIPE, config_after, whole_recipe
 from mbd_core.checkpoint.base_files import files_beside_weights, read_configs
+from mbd_core.checkpoint.base_values import check_base
 from mbd_core.checkpoint.config import load_config
 from mbd_core.checkpoint.dcp import DcpFolder, recorded_recipe, save_dcp
 from mbd_core.checkpoint.families import FAMILIES
@@ -172,6 +173,9 @@ def _plan(
     default_layout = layout if layout != "decoder" and recipe is None else "per_expert"
     wanted = stored_tensors(config, decoder_shapes(config), experts or default_layout)
     pieces = TensorPieces(weights, stored)
+    changes = {} if adapter is None else adapters.read_changes(adapter, config)
+    if adapter is not None and isinstance(weights, HfFolder):
+        check_base(adapter, source)
     return _Plan(
         config=config,
         to=to or ("dcp" if isinstance(weights, DcpFolder) else "hf"),
@@ -179,7 +183,7 @@ def _plan(
         dtypes={name: pieces.dtype(target_stored) for name, target_stored in wanted.items()},
         pieces=pieces,
         kept=_kept(config, weights, beside_weights),
-        changes={} if adapter is None else adapters.read_changes(adapter, config),
+        changes=changes,
         recipe=recipe,
     )
 

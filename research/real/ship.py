@@ -35,6 +35,7 @@ def run(
     from safetensors.torch import load_file, save_file
 
     from mbd_core.checkpoint.adapter import CONFIG, WEIGHTS
+    from mbd_core.checkpoint.safetensor_files import open_file
 
     licence = wheel_of(base).licence
     settings = json.loads((adapter / CONFIG).read_text())
@@ -51,7 +52,9 @@ def run(
         if rank is not None:
             tensors = at_rank(tensors, rank)
             settings |= {"r": rank, "lora_alpha": settings["lora_alpha"] * rank / settings["r"]}
-        save_file({k: t.to(torch.bfloat16) for k, t in tensors.items()}, folder / WEIGHTS, metadata={"format": "pt"})
+        with open_file(adapter / WEIGHTS) as file:
+            metadata = file.metadata()
+        save_file({k: t.to(torch.bfloat16) for k, t in tensors.items()}, folder / WEIGHTS, metadata=metadata)
         write_json(folder / CONFIG, {**settings, "base_model_name_or_path": base})
         write_json(folder / "recipe.json", recipe)
         (folder / "README.md").write_text(card)

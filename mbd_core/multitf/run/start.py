@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mbd_core.checkpoint.adaptation.trained_config import ar_config, block_config
 from mbd_core.checkpoint.adapter import read_adapter
+from mbd_core.checkpoint.base_values import check_base
 from mbd_core.checkpoint.families import FAMILIES
 from mbd_core.checkpoint.folder import ModelFolder, read_folder
 from mbd_core.checkpoint.shipped import model_folder
@@ -96,6 +97,7 @@ class StartingPoint:
         if recipe.train.lora is not None and recipe.train.lora.start is not None:
             adapter = Path(fetch(recipe.train.lora.start))
             check_start(read_adapter(adapter, config), recipe.train.lora)
+            check_base(adapter, base.path)
         return cls(recipe=recipe, config=config, base=base, data=data, record=record, teacher=teacher, adapter=adapter)
 
     def with_precision(self, precision: Precision) -> "StartingPoint":

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from mbd_core.checkpoint.adapter import read_adapter
 from mbd_core.checkpoint.adapter_saving import save_adapter
 from mbd_core.checkpoint.base_files import read_base
+from mbd_core.checkpoint.base_values import base_values
 from mbd_core.checkpoint.loading import fill_parts
 from mbd_core.checkpoint.model_digest import model_digest
 from mbd_core.checkpoint.saving import checkpoint_tensors
@@ -251,7 +252,7 @@ class Run:
         model, recipe = self.trainer.model, self.start.recipe
         if written == "adapter":
             lora, factors = recipe.train.lora, adapter_factors(model)
-            assert lora is not None and recipe.base is not None
+            assert lora is not None and recipe.base is not None and self.start.base is not None
             if folder is not None:
                 save_adapter(
                     folder,
@@ -261,6 +262,7 @@ class Run:
                     alpha=lora.alpha,
                     dropout=lora.dropout,
                     base=recipe.base,
+                    base_values=base_values(self.start.base.path),
                     extra={RECIPE: recipe_text(recipe)},
                     overwrite=overwrite,
                 )

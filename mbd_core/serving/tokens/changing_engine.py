@@ -8,6 +8,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from mbd_core.checkpoint.base_values import check_base
 from mbd_core.engine.config import SwapMode
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.memory.adapters import AdapterInUse
@@ -70,6 +71,8 @@ class ChangingEngine:
                 await self._unload(name)
             for name, adapter_folder in folders.items():
                 if name not in self.adapters:
+                    if folder is None:  # other weights may be those of the adapter's base, or trained further
+                        await asyncio.to_thread(check_base, adapter_folder, Path(self.args.model))
                     await self.engine.call(partial(Engine.load_adapter, name=name, folder=adapter_folder))
                     self.adapters[name] = adapter_folder
             if folder != self.weights:

@@ -8,6 +8,7 @@ from typing import Any, Self
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from mbd_core.checkpoint.base_values import check_base
 from mbd_core.checkpoint.folder import ModelFolder, read_folder
 from mbd_core.checkpoint.loading import load_model, weights_dtype
 from mbd_core.checkpoint.tokenizer import grammars_of
@@ -125,6 +126,7 @@ def load_engine(
         )
     try:
         for name, adapter in (adapters or {}).items():
+            check_base(adapter, folder)
             engine.load_adapter(name, adapter)
     except ValueError:
         engine.close()

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from mbd_core.checkpoint.adapter import read_adapter
+from mbd_core.checkpoint.base_values import check_base
 from mbd_core.checkpoint.config import load_config
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.shipped import SHIPPED
@@ -183,6 +185,12 @@ def test_an_adapter_alone_is_written_on_demand(recipe: str, capsys: pytest.Captu
     assert "nowhere is not an adapter folder" in capsys.readouterr().err
     assert run.main([*again[:-5], "3", "--out", "c", "--set", "train.lora.start=a"]) == 2
     assert "give --lora 2" in capsys.readouterr().err and not Path("c").exists()
+    check_base(Path("a"), Path(str(base)))
+    tensors = {name: -tensor for name, tensor in load_file(Path(str(base)) / "model.safetensors").items()}
+    shutil.copytree(Path(str(base)), "other")
+    save_file(tensors, "other/model.safetensors", metadata={"format": "pt"})
+    assert run.main([*again, "--overwrite", "--base", "other", "--set", "train.lora.start=a"]) == 2
+    assert f"a was trained beside {base}, whose" in capsys.readouterr().err
 
 
 def test_some_updates_are_profiled(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:

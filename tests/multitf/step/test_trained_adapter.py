@@ -98,7 +98,15 @@ def test_an_adapter_folder_holds_what_was_trained(family: str, tmp_path: Path) -
             parameter.data.normal_(0.0, 0.1, generator=generator)
     factors = adapter_factors(model)
     save_adapter(
-        tmp_path / "a", model.config, factors, rank=3, alpha=5, dropout=0.0, base="base", extra={"note.txt": "x"}
+        tmp_path / "a",
+        model.config,
+        factors,
+        rank=3,
+        alpha=5,
+        dropout=0.0,
+        base="base",
+        base_values={},
+        extra={"note.txt": "x"},
     )
     adapter = read_adapter(tmp_path / "a", model.config)
     for name, (a, b) in adapter.factors.items():
@@ -169,7 +177,15 @@ def test_an_adapter_goes_on_from_another_one(tmp_path: Path) -> None:
         if ".lora_B" in name:
             parameter.data.normal_(0.0, 0.1)
     save_adapter(
-        tmp_path / "a", first.config, adapter_factors(first), rank=3, alpha=5, dropout=0.0, base="base", extra={}
+        tmp_path / "a",
+        first.config,
+        adapter_factors(first),
+        rank=3,
+        alpha=5,
+        dropout=0.0,
+        base="base",
+        base_values={},
+        extra={},
     )
     start = read_adapter(tmp_path / "a", first.config)
 
