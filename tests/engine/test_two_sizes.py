@@ -85,8 +85,15 @@ def drafted(buffer_size: int = 1, **changes: Any) -> DecodingConfig:
 
 
 @pytest.mark.parametrize("kind", LARGE)
-@pytest.mark.parametrize("slots", [1, 3])
-@pytest.mark.parametrize("shift", [False, True], ids=["in place", "shifted draft"])
+@pytest.mark.parametrize(
+    ("slots", "shift"),
+    [
+        (1, False),
+        (3, True),
+        pytest.param(1, True, marks=pytest.mark.slow),
+        pytest.param(3, False, marks=pytest.mark.slow),
+    ],
+)
 def test_an_exact_answer_is_the_large_models(kind: str, slots: int, shift: bool) -> None:
     """Greedy, over random prompts and lengths, in batches: no token differs, whatever is drafted."""
     model, draft = large_model(kind), small_model(shift_logits=shift)
@@ -130,11 +137,19 @@ def chosen(masks: Sequence[int]) -> int:
     return 1 + (masks[0] + len(masks)) % len(masks)
 
 
-@pytest.mark.parametrize("is_measured", [False, True], ids=["all", "chosen"])
-@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("slots", "is_measured"),
+    [
+        (1, False),
+        pytest.param(2, False, marks=pytest.mark.slow),
+        (3, False),
+        pytest.param(2, True, marks=pytest.mark.slow),
+        pytest.param(3, True, marks=pytest.mark.slow),
+        (4, True),
+    ],
+)
 def test_the_engine_follows_the_literal_loop(monkeypatch: pytest.MonkeyPatch, slots: int, is_measured: bool) -> None:
     """Tokens, reasons and numbers of forwards, greedy and drawn, of requests side by side."""
-    slots += is_measured
     model, draft = large_model(), small_model()
     rng = random.Random(slots)
     counts = force(monkeypatch, lambda rounds: chosen(rounds[-1].masks))
@@ -169,7 +184,7 @@ def test_whatever_is_chosen_an_exact_answer_is_the_large_models(monkeypatch: pyt
     """Random numbers of blocks, anew in each round, in batches and after preemptions."""
     model, rng = large_model(kind), random.Random(2)
     counts = force(monkeypatch, lambda rounds: rng.randint(1, len(rounds)))
-    requests = random_requests(10, drafted(3, slots="measured"))
+    requests = random_requests(7, drafted(3, slots="measured"))
     wanted = own_answers(model, kind, requests)
     served = two_sizes(model)
     for found in (served.generate(requests), run_with_preemption(two_sizes(model, num_pages=40), requests, rng)):
@@ -186,16 +201,18 @@ def always_says_7(model: Decoder) -> None:
     model.lm_head.weight[7] = 1.0
 
 
-@pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize(
-    ("agrees", "small", "large"),
+    ("rows", "agrees", "small", "large"),
     [
-        (True, lambda size: 0.1, lambda size: 1.0),
-        (True, lambda size: 0.02 * size, lambda size: 1.0),
-        (False, lambda size: 0.5 * size, lambda size: 0.1 * size),
+        (1, True, lambda size: 0.1, lambda size: 1.0),
+        (4, True, lambda size: 0.1, lambda size: 1.0),
+        (1, True, lambda size: 0.02 * size, lambda size: 1.0),
+        (4, True, lambda size: 0.02 * size, lambda size: 1.0),
+        (1, False, lambda size: 0.5 * size, lambda size: 0.1 * size),
+        pytest.param(4, False, lambda size: 0.5 * size, lambda size: 0.1 * size, marks=pytest.mark.slow),
     ],
 )
-def test_the_choice_follows_the_seconds_of_both_models(agrees: bool, small: Cost, large: Cost, rows: int) -> None:
+def test_the_choice_follows_the_seconds_of_both_models(rows: int, agrees: bool, small: Cost, large: Cost) -> None:
     """By given seconds: several blocks where drafts agree and the large model's forwards cost most, one where drafts
     do not agree and the small model's positions cost most."""
     model, draft = large_model(), small_model()
@@ -286,12 +303,13 @@ def test_pages_hold_the_keys_of_both_models() -> None:
     assert (again.tokens, again.counts.num_confirmed_tokens) == (output.tokens, confirmed[3])
 
 
+@pytest.mark.parametrize("number", [4, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", LARGE)
-def test_a_page_is_shared_when_both_models_have_stored_it(kind: str) -> None:
+def test_a_page_is_shared_when_both_models_have_stored_it(kind: str, number: int) -> None:
     """Requests that begin like another's answer, which ended where a page ends, write what they write alone."""
     model, rng = large_model(kind), random.Random(4)
     served, requests, outputs = two_sizes(model), list[Request](), list[Output]()
-    for i in range(8):
+    for i in range(number):
         prompt = tuple(rng.choices(range(2, 40), k=rng.randint(1, 9)))
         for length, name in ((40 - len(prompt), "a"), (5, "b")):
             requests.append(
@@ -316,7 +334,7 @@ def test_an_answer_does_not_depend_on_what_runs_beside_it(temperature: float) ->
     methods = {"drafted": drafted(), "slots": drafted(3), "ar": own_decoding("ar mode")}
     requests = [
         request(f"{name}{i}", i, "single", decoding=decoding, sampling=Sampling(temperature=temperature, seed=i))
-        for i, (name, decoding) in enumerate(4 * list(methods.items()))
+        for i, (name, decoding) in enumerate(2 * list(methods.items()))
     ]
     together = two_sizes(model, draft, batch_invariant=True, prefix_caching=False).generate(requests)
     for r, output in zip(requests, together, strict=True):
