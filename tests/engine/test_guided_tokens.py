@@ -100,8 +100,11 @@ def test_greedy_tokens_are_those_of_a_literal_loop(folder: Path, loaded: LoadedM
     assert output.counts.num_forwards == len(tokens)
 
 
-def test_every_answer_of_a_random_model_validates_alone_batched_and_preempted(loaded: LoadedModel) -> None:
-    pairs = asked_schemas(loaded, 12)
+@pytest.mark.parametrize("number", [5, pytest.param(12, marks=pytest.mark.slow)])
+def test_every_answer_of_a_random_model_validates_alone_batched_and_preempted(
+    loaded: LoadedModel, number: int
+) -> None:
+    pairs = asked_schemas(loaded, number)
     requests = [request for request, _ in pairs]
     plain = [asked(loaded, 100 + i, None, max_tokens=20, ignore_eos=True) for i in range(3)]
     outputs = loaded.engine.generate(requests + plain)
@@ -142,7 +145,8 @@ def test_every_answer_validates_where_guides_wait_for_their_turn(
     ]
 
 
-def test_a_resumed_answer_goes_on_inside_its_grammar(loaded: LoadedModel) -> None:
+@pytest.mark.parametrize("stride", [17, pytest.param(7, marks=pytest.mark.slow)])
+def test_a_resumed_answer_goes_on_inside_its_grammar(loaded: LoadedModel, stride: int) -> None:
     for request, _ in asked_schemas(loaded, 4):
         loaded.engine.add(request)
         steps = []
@@ -151,7 +155,7 @@ def test_a_resumed_answer_goes_on_inside_its_grammar(loaded: LoadedModel) -> Non
         whole = steps[-1].output
         assert whole is not None
         cuts = []
-        for number in range(1, len(steps) - 1, 7):
+        for number in range(1, len(steps) - 1, stride):
             begun = tuple(token for step in steps[:number] for token in step.piece.tokens)
             cut = replace(request, committed=begun, closing=steps[number - 1].closing)
             cuts.append(replace(cut, request_id=f"{number}"))

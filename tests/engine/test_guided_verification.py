@@ -86,9 +86,10 @@ def with_slots(request: Request, slots: int) -> Request:
     return dataclasses.replace(request, decoding=dataclasses.replace(request.decoding, buffer_size=slots))
 
 
-def test_answers_are_those_of_block_size_1_alone_batched_and_preempted(loaded: LoadedModel) -> None:
+@pytest.mark.parametrize("number", [4, pytest.param(8, marks=pytest.mark.slow)])
+def test_answers_are_those_of_block_size_1_alone_batched_and_preempted(loaded: LoadedModel, number: int) -> None:
     """Of 1, 2 and 3 slots, beside rows without a grammar; all validate."""
-    pairs = asked_schemas(loaded, 8)
+    pairs = asked_schemas(loaded, number)
     requests = [request for request, _ in pairs] + [asked(20 + i, grammar) for i, grammar in enumerate(GRAMMARS)]
     single = DecodingConfig(block_size=1)
     wanted = engine_of(loaded, changed(loaded, block_size=1)).generate(
@@ -103,7 +104,7 @@ def test_answers_are_those_of_block_size_1_alone_batched_and_preempted(loaded: L
     ]
     unguided = loaded.engine.generate(plain)
     preempted, forwards, pieces = partial(run_with_preemption, rng=random.Random(0)), [], {}
-    for slots, decode in ((1, Engine.generate), (1, preempted), (2, Engine.generate), (3, preempted)):
+    for slots, decode in ((1, preempted), (2, Engine.generate), (3, preempted)):
         found = decode(loaded.engine, [with_slots(r, slots) for r in requests] + plain)
         got = [(o.tokens, o.finish_reason) for o in found]
         assert got == [(o.tokens, o.finish_reason) for o in wanted + unguided], slots
@@ -188,7 +189,8 @@ def test_answers_are_the_same_where_guides_wait_for_their_turn(
     assert any(waits)
 
 
-def test_a_resumed_answer_goes_on_inside_its_grammar(loaded: LoadedModel) -> None:
+@pytest.mark.parametrize("stride", [7, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_resumed_answer_goes_on_inside_its_grammar(loaded: LoadedModel, stride: int) -> None:
     """Behind a whole block, as block size 1 does: the new guide may know another end, so near the end of its budget a
     resumed answer need not be the whole one."""
     alone = engine_of(loaded, changed(loaded, block_size=1))
@@ -199,7 +201,7 @@ def test_a_resumed_answer_goes_on_inside_its_grammar(loaded: LoadedModel) -> Non
         while loaded.engine.has_work:
             steps += loaded.engine.step()
         cuts = []
-        for number in range(1, len(steps) - 1, 3):
+        for number in range(1, len(steps) - 1, stride):
             begun = tuple(token for step in steps[:number] for token in step.piece.tokens)
             cut = dataclasses.replace(asked_now, committed=begun, closing=steps[number - 1].closing)
             cuts.append(dataclasses.replace(cut, request_id=f"{number}"))

@@ -103,8 +103,9 @@ def run(engine: Engine, requests: list[Request], rng: random.Random | None = Non
     return [outputs[r.request_id] for r in requests]
 
 
-def test_every_answer_of_a_random_model_validates(loaded: LoadedModel) -> None:
-    requests = asked_schemas(loaded, 30)
+@pytest.mark.parametrize("number", [12, pytest.param(30, marks=pytest.mark.slow)])
+def test_every_answer_of_a_random_model_validates(loaded: LoadedModel, number: int) -> None:
+    requests = asked_schemas(loaded, number)
     check_answers(loaded, requests, loaded.engine.generate([r for r, _ in requests]))
 
 
@@ -246,22 +247,23 @@ def test_rows_take_turns_where_one_search_is_too_much(loaded: LoadedModel, monke
 
 def test_every_answer_validates_where_rows_wait(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "STEP_TRIES", 1)
-    requests = [(replace(r, rollout=True), schema) for r, schema in asked_schemas(loaded, 16, seed=21)]
+    requests = [(replace(r, rollout=True), schema) for r, schema in asked_schemas(loaded, 8, seed=21)]
     outputs = loaded.engine.generate([r for r, _ in requests])
     check_answers(loaded, requests, outputs)
     for output in outputs:
         assert output.piece.steps is not None and max(output.piece.steps) <= output.counts.num_forwards
 
 
+@pytest.mark.parametrize("number", [4, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_rows_that_wait_get_the_tokens_they_have_alone(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, temperature: float
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, temperature: float, number: int
 ) -> None:
     monkeypatch.setattr(engine_module, "STEP_TRIES", 1)
     methods, sampling = itertools.cycle(METHODS), Sampling(temperature=temperature, seed=5)
     requests = [
         replace(r, sampling=sampling, decoding=DecodingConfig(block_size=B, **METHODS[next(methods)]))
-        for r, _ in asked_schemas(loaded, 8, seed=21)
+        for r, _ in asked_schemas(loaded, number, seed=21)
     ]
     alone = [loaded.engine.generate([r])[0] for r in requests]
     together = loaded.engine.generate(requests)
