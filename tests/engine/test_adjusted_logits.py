@@ -135,8 +135,23 @@ def gist(output: Output) -> tuple[Any, ...]:
     return output.tokens, output.finish_reason, output.counts.num_forwards
 
 
-@pytest.mark.parametrize("draws", [False, True], ids=["greedy", "drawn"])
-@pytest.mark.parametrize("kind", SAMPLINGS)
+ONCE = {("presence", False), ("frequency", True), ("reward", False), ("repetition", True), ("bias", False)}
+"""Cases whose change is made by the other choice of tokens, too; `plain` and `all` are made by both."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "draws"),
+    [
+        pytest.param(
+            kind,
+            draws,
+            id=f"{kind}-{'drawn' if draws else 'greedy'}",
+            marks=pytest.mark.slow if (kind, draws) in ONCE else (),
+        )
+        for kind in SAMPLINGS
+        for draws in (False, True)
+    ],
+)
 def test_the_engine_is_the_literal_loop(model: Decoder, kind: str, draws: bool) -> None:
     """SingleBD and MultiBD, packed, static and ahead; with ends that are held back, ignored, or more than the EOS."""
     ends = ({}, {"min_tokens": 9}, {"stop_token_ids": (14, 22, 31)}, {"ignore_eos": True, "stop_token_ids": (5,)})

@@ -50,10 +50,19 @@ def tokens_and_counts(outputs: Sequence[Any]) -> list[tuple[Any, ...]]:
     return [(tokens, *rest) for tokens, _, *rest in map(gist, outputs)]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("max_rows", [1, 6])
+@pytest.mark.parametrize(
+    ("max_rows", "mode"),
+    [
+        pytest.param(1, MODES[0], marks=pytest.mark.slow),
+        (1, MODES[1]),
+        pytest.param(1, MODES[2], marks=pytest.mark.slow),
+        (6, MODES[0]),
+        pytest.param(6, MODES[1], marks=pytest.mark.slow),
+        (6, MODES[2]),
+    ],
+)
 def test_a_budget_of_one_block_each_is_single_block_diffusion(
-    model: Decoder, mode: dict[str, bool], max_rows: int
+    model: Decoder, max_rows: int, mode: dict[str, bool]
 ) -> None:
     batch = requests()
     single = budgeted(model, None, max_rows=max_rows).generate(with_decoding(batch, buffer_size=1))
@@ -123,7 +132,7 @@ def test_equal_load_gives_equal_tokens(model: Decoder) -> None:
     }
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_no_block_stands_behind_the_slots_of_a_step(
     model: Decoder, monkeypatch: pytest.MonkeyPatch, overlap: bool
 ) -> None:

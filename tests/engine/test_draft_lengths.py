@@ -148,7 +148,7 @@ def serve(
     return served.generate(requests), clock
 
 
-@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("rows", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_choice_follows_what_positions_cost_and_how_drafts_agree(rows: int) -> None:
     """Where positions cost nothing, a draft that agrees has all blocks; where they cost all, no draft has two."""
     agrees, differs = small_model(), small_model(std=0.5)

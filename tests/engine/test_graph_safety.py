@@ -449,8 +449,17 @@ PLANNED = {
 }
 
 
+OTHER_RULES = ("verify score", "verify t2t", "verify carry")  # the rows of `verify` and `verify carry exact`
+
+
 # with the kernel of a package our own serves the rows with a gap alone
-@pytest.mark.parametrize(("method", "kernel"), [*((name, "vllm") for name in PLANNED), ("verify exact", "triton")])
+@pytest.mark.parametrize(
+    ("method", "kernel"),
+    [
+        *(pytest.param(name, "vllm", marks=pytest.mark.slow if name in OTHER_RULES else ()) for name in PLANNED),
+        ("verify exact", "triton"),
+    ],
+)
 def test_forwards_of_planned_rows_replay_graphs_captured_at_start(
     monkeypatch: pytest.MonkeyPatch, device: FakeDevice, method: str, kernel: str
 ) -> None:
@@ -479,7 +488,7 @@ def test_forwards_of_planned_rows_replay_graphs_captured_at_start(
     assert report["steps_replayed"] > 0 == report["steps_eager"]
 
 
-@pytest.mark.parametrize("kind", ["ar", "block size 1"])
+@pytest.mark.parametrize("kind", ["ar", pytest.param("block size 1", marks=pytest.mark.slow)])
 def test_both_models_of_two_sizes_replay_graphs(
     monkeypatch: pytest.MonkeyPatch, device: FakeDevice, kind: str
 ) -> None:

@@ -208,7 +208,7 @@ class FakeEngine:
         self.scheduler.release(s)
 
 
-@pytest.mark.parametrize(("seed", "host_pages"), [(0, 0), (1, 0), (0, 3), (1, 40)])
+@pytest.mark.parametrize(("seed", "host_pages"), [(0, 0), pytest.param(1, 0, marks=pytest.mark.slow), (0, 3), (1, 40)])
 def test_ten_thousand_operations_lose_nothing_and_everybody_finishes(seed: int, host_pages: int) -> None:
     """With pages in the host's memory too, fewer and more than the device has."""
     rng = random.Random(seed)

@@ -52,7 +52,7 @@ def tokens(served: Engine, requests: list[Request]) -> list[tuple[tuple[int, ...
     return [(o.tokens, o.finish_reason) for o in served.generate(requests)]
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [0, 1, 2, 3, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 8))])
 def test_self_speculation_is_token_by_token(model: Decoder, seed: int) -> None:
     """Greedy and drawn, with penalties and bans, ends anywhere, in batches, with drafts of any length."""
     rng = random.Random(seed)
@@ -74,7 +74,7 @@ def test_self_speculation_is_token_by_token(model: Decoder, seed: int) -> None:
     assert tokens(engine(model, batch_invariant=False, max_rows=3, num_pages=30), requests) == wanted
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_draft_beside_the_verification_changes_no_token(model: Decoder, seed: int) -> None:
     """One forward for a draft and its verification: the tokens of `ar`, in fewer forwards than with a draft apart."""
     rng = random.Random(seed)

@@ -32,6 +32,16 @@ METHODS: dict[str, dict[str, Any]] = {
     "exact": {"verify": EXACT},
     "exact in order": {"tau_add": 0.0, "verify": dataclasses.replace(EXACT, lead="causal")},
 }
+# Of slots and methods: every method with several slots, and a rule and an exact one with a single slot.
+QUICK = {
+    (1, "span"),
+    (1, "exact"),
+    (2, "every draft"),
+    (2, "exact in order"),
+    (3, "span"),
+    (3, "in order"),
+    (3, "exact"),
+}
 
 
 class WholeTexts:
@@ -98,9 +108,15 @@ class WholeTexts:
         return self.model.logits(self.model(torch.tensor(ids), torch.arange(len(ids)), attend))
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("slots", [1, 2, 3])
-def test_the_engine_follows_the_literal_loop(method: str, slots: int) -> None:
+@pytest.mark.parametrize(
+    ("slots", "method"),
+    [
+        pytest.param(slots, method, marks=() if (slots, method) in QUICK else pytest.mark.slow)
+        for slots in (1, 2, 3)
+        for method in METHODS
+    ],
+)
+def test_the_engine_follows_the_literal_loop(slots: int, method: str) -> None:
     """Tokens, reasons and numbers of forwards, greedy and drawn, of requests side by side."""
     model = build()
     init_weights(model, seed=11, std=0.14)
@@ -154,6 +170,7 @@ def test_an_exact_answer_never_fills_a_third_slot() -> None:
     assert forwards == [o.counts.num_forwards for o in four] and positions == [o.counts.num_positions for o in four]
 
 
+@pytest.mark.slow
 def test_exact_answers_of_two_slots_are_drawn_as_at_block_size_1() -> None:
     """Three tokens of two blocks, 1,000 times each way: the engine's triples have one distribution."""
     model = build()

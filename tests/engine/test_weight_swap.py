@@ -119,8 +119,19 @@ def joined(*parts: dict[str, list[StepOutput]]) -> dict[str, Output]:
     return outputs
 
 
-@pytest.mark.parametrize("batch_invariant", [True, False])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "batch_invariant"),
+    [
+        ("sdar", True),
+        ("sdar", False),
+        pytest.param("llada2", True, marks=pytest.mark.slow),
+        ("llada2", False),
+        pytest.param("llada", True, marks=pytest.mark.slow),
+        ("llada", False),
+        ("dream", True),
+        pytest.param("dream", False, marks=pytest.mark.slow),
+    ],
+)
 def test_an_engine_with_other_weights_is_an_engine_of_these_weights(
     models: dict[str, tuple[Decoder, Decoder]], folders: dict[str, Path], family: str, batch_invariant: bool
 ) -> None:
@@ -166,8 +177,15 @@ def test_int8_weights_are_rounded_anew(
     assert {n: place for n, (place, _) in held.items()} == places
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("family", ["sdar", "dream"])
+@pytest.mark.parametrize(
+    ("family", "overlap"),
+    [
+        pytest.param("sdar", False, marks=pytest.mark.slow),
+        ("sdar", True),
+        ("dream", False),
+        pytest.param("dream", True, marks=pytest.mark.slow),
+    ],
+)
 def test_the_same_weights_again_change_nothing(
     models: dict[str, tuple[Decoder, Decoder]], family: str, overlap: bool
 ) -> None:
@@ -213,7 +231,7 @@ def test_preempted_requests_keep_what_they_committed_and_go_on_with_the_new_weig
         assert outputs[r.request_id].tokens == engine_of(new).generate([r])[0].tokens
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_requests_that_run_may_end_with_the_old_weights_first(
     models: dict[str, tuple[Decoder, Decoder]], folders: dict[str, Path], overlap: bool
 ) -> None:
@@ -380,7 +398,7 @@ def test_captured_graphs_compute_with_the_new_weights(
     assert report["steps_replayed"] > 0 == report["steps_eager"]
 
 
-@pytest.mark.parametrize("family", ["sdar", "llada2"])
+@pytest.mark.parametrize("family", ["sdar", pytest.param("llada2", marks=pytest.mark.slow)])
 def test_all_ranks_swap_between_the_same_steps(
     models: dict[str, tuple[Decoder, Decoder]], folders: dict[str, Path], tmp_path: Path, family: str
 ) -> None:
