@@ -4,7 +4,7 @@ import gc
 import itertools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -217,6 +217,33 @@ def tiny_recipe(tiny_model_dir: Path) -> "TrainingRecipe":
         max_length=400,
         generation={"buffer_size": 2, "tau_m2t": 0.9},
     )
+
+
+@pytest.fixture(scope="module")
+def unrendered_pictures() -> Iterator[Callable[..., None]]:
+    """Pictures are made, and their files hold titles and numbers: rendering takes as long as a small run. Yields the
+    function that renders."""
+    from matplotlib.figure import Figure
+
+    render = Figure.savefig
+
+    def savefig(figure: Figure, target: Any, **_: Any) -> None:
+        shown = [(a.get_title(), [(li.get_label(), li.get_xydata().tolist()) for li in a.lines]) for a in figure.axes]
+        content = b"\x89PNG" + repr(shown).encode()
+        if hasattr(target, "write"):
+            target.write(content)
+        else:
+            Path(target).write_bytes(content)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", savefig)
+        yield render
+
+
+@pytest.fixture
+def rendered_pictures(unrendered_pictures: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test of the pictures themselves, where the others of its file render none."""
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", unrendered_pictures)
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,8 @@ from mbd_core.evaluation.sweep.endpoints import endpoint as endpoint_room
 from mbd_core.evaluation.sweep.folder import read_report, read_samples
 from mbd_core.tasks import gsm_mini
 
+pytestmark = pytest.mark.usefixtures("unrendered_pictures")
+
 KEY = "sk-secret-7"
 
 

@@ -19,6 +19,8 @@ from mbd_core.checkpoint.model_digest import model_digest
 from mbd_core.evaluation.sandbox.processes import MEANING, available_isolation
 from mbd_core.evaluation.sweep.folder import read_report, read_samples
 
+pytestmark = pytest.mark.usefixtures("unrendered_pictures")
+
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:

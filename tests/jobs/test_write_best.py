@@ -27,6 +27,8 @@ from mbd_core.evaluation.sweep.options import SweepOptions
 from mbd_core.evaluation.sweep.plan import plan_sweep
 from mbd_core.serving.tokens.load import load_engine
 
+pytestmark = pytest.mark.usefixtures("unrendered_pictures")
+
 BEST = DecodingConfig(block_size=4, buffer_size=3, tau_m2t=0.6, t2t=T2T(tau=0.4))
 WORSE = DecodingConfig(block_size=4, buffer_size=1, tau_m2t=0.9)
 

@@ -36,6 +36,7 @@ def digits_run(model: Path, **changes: Any) -> RLRecipe:
     return tiny_run(model, rollouts=asked, rewards=RewardConfig(rewards=DIGITS), iterations=6, **changes)
 
 
+@pytest.mark.usefixtures("rendered_pictures")
 def test_a_reward_rises_and_the_learner_scores_as_the_engine_did(tiny_model_dir: Path, tmp_path: Path) -> None:
     """The whole loop: drawn answers, a function's reward, updates, swaps, held-out sweeps, samples and a model."""
     recipe = digits_run(

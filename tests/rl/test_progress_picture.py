@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from matplotlib.figure import Figure
 from rl_runs import DIGITS, finish, number_lines, tiny_run
 
@@ -86,6 +87,7 @@ def test_a_distillation_shows_the_teacher_and_no_difference_from_the_engine(
     assert titles(figure) == [*ANSWERS, "divergence from the teacher", "agreement with the rollouts", "answers"]
 
 
+@pytest.mark.usefixtures("rendered_pictures")
 def test_values_that_are_missing_or_not_finite_are_left_out(tmp_path: Path) -> None:
     whole: dict[str, Any] = {"reward": 1.0, "correct": 0.5, "tpf": 2.0, "rollouts": 8, "answers_learned": 8}
     changes = [

@@ -17,6 +17,8 @@ from mbd_core.evaluation.sweep.folder import SweepFolder
 from mbd_core.evaluation.sweep.grading.graded_rows import GRADED_COLUMNS
 from mbd_core.evaluation.sweep.shard import SweepShard
 
+pytestmark = pytest.mark.usefixtures("unrendered_pictures")
+
 HOSTILE = "</script><script>alert(1)</script><!-- \u2028"
 
 

@@ -19,6 +19,8 @@ from mbd_core.evaluation.sweep.folder import REPORT, SweepFolder, read_report
 from mbd_core.evaluation.sweep.grading.graded_rows import GRADED_COLUMNS, ISOLATION
 from mbd_core.evaluation.sweep.shard import SweepShard
 
+pytestmark = pytest.mark.usefixtures("unrendered_pictures")
+
 ASKED = {"form": "turn", "prompt": "{question}", "examples": 1, "examples_sha256": "0", "stop": ["Q:"]}
 NAMES = (REPORT, "report.md", "report.html", "plot.png")
 

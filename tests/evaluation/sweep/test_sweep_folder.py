@@ -37,6 +37,8 @@ from mbd_core.evaluation.sweep.gathered_samples import load_samples
 from mbd_core.evaluation.sweep.shard import SweepShard
 from mbd_core.files import MANIFEST, is_named, write_json
 
+pytestmark = pytest.mark.usefixtures("unrendered_pictures")
+
 ROWS = planned_rows()
 PARTS = cut(ROWS, rows_per_part=4)
 RECORDED = sweep_record(ROWS, PARTS)
@@ -68,7 +70,7 @@ def test_what_is_written_is_read_back(uninterrupted: Path) -> None:
     assert report["times"] == []
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
 def test_a_sweep_that_is_killed_at_random_points_ends_as_if_it_were_not(
     seed: int, uninterrupted: Path, tmp_path: Path
 ) -> None:
@@ -266,19 +268,23 @@ def test_a_replacement_that_is_killed_midway_keeps_no_row_of_what_it_replaced(
         assert files(out) == {RECORD, LOCK, MANIFEST}
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
+OURS = (REPORT, "plot.png", FAILURE, part_name(1))  # refused at once, which takes no time
+
+
 @pytest.mark.parametrize(
-    "name",
+    ("name", "overwrite"),
     [
-        "notes.txt",
-        ".notes.txt.7.partial",
-        "samples/.notes.7.partial.parquet",
-        "samples/notes.parquet",
-        REPORT,
-        "plot.png",
-        FAILURE,
-        part_name(1),
-        part_name(99),
+        *((name, overwrite) for name in OURS for overwrite in (False, True)),
+        ("notes.txt", False),
+        ("notes.txt", True),
+        (".notes.txt.7.partial", True),
+        ("samples/.notes.7.partial.parquet", False),
+        ("samples/notes.parquet", True),
+        (part_name(99), False),
+        pytest.param(".notes.txt.7.partial", False, marks=pytest.mark.slow),
+        pytest.param("samples/.notes.7.partial.parquet", True, marks=pytest.mark.slow),
+        pytest.param("samples/notes.parquet", False, marks=pytest.mark.slow),
+        pytest.param(part_name(99), True, marks=pytest.mark.slow),
     ],
 )
 def test_a_file_of_the_user_s_is_never_read_replaced_or_removed(name: str, overwrite: bool, tmp_path: Path) -> None:
@@ -295,8 +301,7 @@ def test_a_file_of_the_user_s_is_never_read_replaced_or_removed(name: str, overw
     precious, listed = (out / name).read_bytes(), files(out)
     with pytest.raises(ValueError):
         SweepFolder.claim(foreign, RECORDED, overwrite=overwrite)
-    ours = (REPORT, "plot.png", FAILURE, part_name(1))
-    if name in ours:
+    if name in OURS:
         with pytest.raises(ValueError, match="move it"):
             SweepFolder.claim(out, RECORDED, overwrite=overwrite)
     else:

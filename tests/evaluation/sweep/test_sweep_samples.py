@@ -33,6 +33,8 @@ from mbd_core.evaluation.sweep.sweep import Sweep
 from mbd_core.fields import load
 from mbd_core.serving.tokens.load import load_engine
 
+pytestmark = pytest.mark.usefixtures("unrendered_pictures")
+
 ENGINE = EngineConfig(max_rows=4, num_pages=128, max_prefill_tokens=8)
 TIMING = Timing(problems=2, concurrency=2)
 OPTIONS: dict[str, Any] = {"tasks": ["gsm-mini"], "limit": 3, "max_tokens": 8, "engine": ENGINE}

@@ -14,6 +14,8 @@ from jobs.api.preparing import AnswerOptions, PrepareOptions
 from jobs.api.rows import rows_of, table_of
 from mbd_core import grade, prepare, sweep, train
 
+pytestmark = pytest.mark.usefixtures("unrendered_pictures")
+
 ROOT = Path(__file__).resolve().parents[3]
 ROWS = [{"prompt": f"Tom has {i} pens. How many pens does Tom have?", "response": f"#### {i}"} for i in range(40)]
 

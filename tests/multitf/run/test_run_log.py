@@ -81,6 +81,7 @@ def fetched(place: tuple[str, Path]) -> Path:
     return copy
 
 
+@pytest.mark.usefixtures("rendered_pictures")
 def test_a_run_that_goes_on_has_every_step_once(place: tuple[str, Path], tiny_recipe: TrainingRecipe) -> None:
     curve: list[dict[str, float]] = []
     logged(tiny_recipe, place[0], curve, 5, closes=False)
@@ -332,6 +333,7 @@ def test_a_moving_mean_is_over_the_updates_before() -> None:
     assert moving_mean([2.0], 100).tolist() == [2.0]
 
 
+@pytest.mark.usefixtures("rendered_pictures")
 def test_one_update_alone_has_a_plot(tmp_path: Path) -> None:
     draw_losses([point(0)], tmp_path / "one.png", title="x")
     draw_losses([point(step) for step in range(300)], tmp_path / "many.png", title="x")
