@@ -1,5 +1,6 @@
 """The decoder's tensors in a checkpoint: names, shapes, and their check against config.json."""
 
+import functools
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -98,7 +99,8 @@ def match_tensors(
     return infos, stored, layout
 
 
-def decoder_shapes(config: ModelConfig) -> dict[str, TensorShape]:
+@functools.lru_cache(maxsize=8)
+def decoder_shapes(config: ModelConfig) -> Mapping[str, TensorShape]:
     """The shape of every tensor of the whole decoder, found without allocating it."""
     with torch.device("meta"):
         return {name: tuple(t.shape) for name, t in Decoder(config).state_dict().items()}
@@ -132,7 +134,9 @@ def _check_tensors(
         raise ValueError(f"{folder} lacks the tensor '{missing_names[0]}'{more}, which config.json asks for")
 
 
-def _detect_layout(config: ModelConfig, shapes: dict[str, TensorShape], tensor_names: Iterable[str]) -> ExpertLayout:
+def _detect_layout(
+    config: ModelConfig, shapes: Mapping[str, TensorShape], tensor_names: Iterable[str]
+) -> ExpertLayout:
     """The layout that shares most names with the files. No key of config.json tells the layout reliably."""
     layouts: tuple[ExpertLayout, ...] = ("per_expert", "fused", "decoder")
     names = set(tensor_names)
