@@ -51,6 +51,17 @@ def test_splits_share_no_problem() -> None:
         assert train and test and not train & test
 
 
+@pytest.mark.slow
+def test_the_whole_library_has_sentences_for_every_split() -> None:
+    data._imperatives.cache_clear()
+    found = [
+        {row["question"] for row in data.third_person(split=split, seed=0)} for split in ("train", "valid", "test")
+    ]
+    assert len(found[0]) > 1_000 and min(map(len, found)) > 100
+    assert len(set.union(*found)) == sum(map(len, found))
+    data._imperatives.cache_clear()
+
+
 def test_the_third_person_follows_the_verb() -> None:
     assert [data._third(verb) for verb in ("Return", "Pass", "Copy", "Display", "Fetch", "Do")] == [
         "Returns",
