@@ -267,25 +267,32 @@ def test_it_works_by_keyboard_and_names_every_control(watched: WatchedPages, url
     assert live == ["status"], "one calm line speaks, not every forward"
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(
+    ("scheme", "width"),
+    [
+        ("light", 1400),
+        ("dark", 380),
+        pytest.param("light", 380, marks=pytest.mark.slow),
+        pytest.param("dark", 1400, marks=pytest.mark.slow),
+    ],
+)
 def test_it_is_readable_in_any_light_on_any_screen(
-    watched: WatchedPages, url: str, scheme: Any, tmp_path: Path
+    watched: WatchedPages, url: str, scheme: Any, width: int, tmp_path: Path
 ) -> None:
-    for width in (380, 1400):
-        page = playground(
-            watched, url, viewport={"width": width, "height": 900}, color_scheme=scheme, reduced_motion="reduce"
-        )
-        finish(page)
-        for side in SIDES:  # a forward in the middle has slots in several states
-            page.focus(f'[data-side="{side}"] .forward input')
-            page.keyboard.press("Home")
-            for _ in range(3):
-                page.keyboard.press("ArrowRight")
-            assert cells(page, side, "new") and page.inner_text(f'[data-side="{side}"] .answer')
-        picture = tmp_path / f"{scheme}-{width}.png"
-        page.screenshot(path=picture, full_page=True)
-        assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 20_000
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-        pale = [(round(ratio, 2), place) for ratio, place in page.evaluate(CONTRAST) if ratio < 4.5]
-        assert not pale, pale
-        assert page.eval_on_selector(".slot .cell", "e => getComputedStyle(e).transitionDuration") == "0s"
+    page = playground(
+        watched, url, viewport={"width": width, "height": 900}, color_scheme=scheme, reduced_motion="reduce"
+    )
+    finish(page)
+    for side in SIDES:  # a forward in the middle has slots in several states
+        page.focus(f'[data-side="{side}"] .forward input')
+        page.keyboard.press("Home")
+        for _ in range(3):
+            page.keyboard.press("ArrowRight")
+        assert cells(page, side, "new") and page.inner_text(f'[data-side="{side}"] .answer')
+    picture = tmp_path / f"{scheme}-{width}.png"
+    page.screenshot(path=picture, full_page=True)
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 20_000
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    pale = [(round(ratio, 2), place) for ratio, place in page.evaluate(CONTRAST) if ratio < 4.5]
+    assert not pale, pale
+    assert page.eval_on_selector(".slot .cell", "e => getComputedStyle(e).transitionDuration") == "0s"

@@ -91,8 +91,14 @@ ACCEPTED = pytest.mark.parametrize("accepted", [1.1, 2.0, 4.0, 8.0])
 LOADS = (1, 2, 4, 8, 16, 32, 64)
 
 
-@COSTS
-@ACCEPTED
+@pytest.mark.parametrize(
+    ("cost", "accepted"),
+    [
+        pytest.param(cost, accepted, marks=pytest.mark.slow if (number + place) % 2 else ())
+        for number, cost in enumerate((by_rows, by_positions, bent))
+        for place, accepted in enumerate((1.1, 2.0, 4.0, 8.0))
+    ],
+)
 def test_the_better_mode_is_found_at_every_load(cost: Cost, accepted: float) -> None:
     """Whatever a machine's positions cost and whatever drafts yield, and when the load changes at once."""
     server = Server(cost, accepted=accepted)

@@ -91,7 +91,7 @@ def gist(output: Output) -> tuple:
     return output.tokens, output.finish_reason, counts.num_forwards, counts.num_store_forwards
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", [*range(12), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(12, 25))])
 def test_engine_is_naive_multibd_on_whole_forwards(model: Decoder, seed: int) -> None:
     """Block Buffer, pages and cache change nothing: Alg. 4 capped at N_buf, each step a clean uncached forward."""
     r = request("a", seed)

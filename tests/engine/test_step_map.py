@@ -91,8 +91,15 @@ def test_shifted_logits_and_prompts_under_full_attention_replay(models: dict[str
         check(models["shifted"], request, output)
 
 
-@pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("buffer_size", [1, 3])
+@pytest.mark.parametrize(
+    ("buffer_size", "static"),
+    [
+        (1, False),
+        (3, True),
+        pytest.param(1, True, marks=pytest.mark.slow),
+        pytest.param(3, False, marks=pytest.mark.slow),
+    ],
+)
 def test_a_carried_token_has_the_forward_of_its_store(buffer_size: int, static: bool) -> None:
     model = build("Fast_dLLM_QwenForCausalLM", shift_logits=True, qk_norm=False, qkv_bias=True)
     decoding = DecodingConfig(block_size=B, buffer_size=buffer_size, tau_m2t=0.4, sub_block=2, carry=True)

@@ -119,7 +119,7 @@ def test_few_pages_cost_preemptions_and_no_answer() -> None:
     assert len(served.turns) == 16 and served.row(1)["preemptions"] > 0
 
 
-@pytest.mark.parametrize("rate", [3.0, 5.0])
+@pytest.mark.parametrize("rate", [pytest.param(3.0, marks=pytest.mark.slow), 5.0])
 def test_the_plan_is_near_the_simulation(rate: float) -> None:
     """8K prompts: the mean time to first tokens, and the seconds of an answer."""
     demand = Demand(context=8192, rate=rate)

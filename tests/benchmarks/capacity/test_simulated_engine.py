@@ -62,8 +62,18 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("slots", [1, 2, 4])
-@pytest.mark.parametrize("case", CASES)
+QUICK = {("packed", 1), ("packed", 4), ("few pages", 2), ("few pages", 4), ("a block budget", 4)}
+QUICK |= {("static", 2), ("launched ahead", 1), ("launched ahead", 4)}
+
+
+@pytest.mark.parametrize(
+    ("case", "slots"),
+    [
+        pytest.param(case, slots, marks=() if (case, slots) in QUICK else pytest.mark.slow)
+        for case in CASES
+        for slots in (1, 2, 4)
+    ],
+)
 def test_its_steps_are_those_of_the_real_engine(case: str, slots: int) -> None:
     decoding = DecodingConfig(block_size=32, buffer_size=slots, tau_m2t=1.0, tokens_per_step=FORCED)
     config = EngineConfig(

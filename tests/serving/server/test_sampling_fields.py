@@ -39,14 +39,21 @@ def tokens(whole: list[dict[str, Any]]) -> list[int]:
     return ids
 
 
-@pytest.mark.parametrize("route", ROUTES)
+PENALTIES, REPEATS = {"presence_penalty": 2, "frequency_penalty": 1.5}, {"repetition_penalty": 1.8}
+BIAS, DRAWN = {"logit_bias": {"20": 50, "21": 49.5}}, {"temperature": 1.3, "min_p": 0.3, "seed": 5, "top_k": 50}
+
+
 @pytest.mark.parametrize(
-    "fields",
+    ("route", "fields"),
     [
-        {"presence_penalty": 2, "frequency_penalty": 1.5},
-        {"repetition_penalty": 1.8},
-        {"logit_bias": {"20": 50, "21": 49.5}},
-        {"temperature": 1.3, "min_p": 0.3, "seed": 5, "top_k": 50},
+        ("complete", PENALTIES),
+        ("chat", REPEATS),
+        ("complete", BIAS),
+        ("chat", DRAWN),
+        *(
+            pytest.param(*other, marks=pytest.mark.slow)
+            for other in (("chat", PENALTIES), ("complete", REPEATS), ("chat", BIAS), ("complete", DRAWN))
+        ),
     ],
 )
 def test_whole_streamed_resumed_and_several_answers_are_one(
