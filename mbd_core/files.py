@@ -66,7 +66,7 @@ def file_beside(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     new_file = path.with_name(f".{path.name}.{os.getpid()}.partial{path.suffix}")
     try:
-        with _naming(path):
+        with naming(path):
             yield new_file
         new_file.replace(path)
     finally:
@@ -74,7 +74,7 @@ def file_beside(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def naming(path: Path) -> Iterator[None]:
     """A full disk's error, which names no file, names what is written."""
     try:
         yield
@@ -129,7 +129,7 @@ def folder_beside(folder: Path, kind: str, *, overwrite: bool = False) -> Iterat
         with suppress(OSError, NotImplementedError):  # some file systems have no locks
             lock.acquire(timeout=0)
         new_folder.mkdir()
-        with _naming(folder):
+        with naming(folder):
             yield new_folder
         new_folder.chmod(0o755)
         _write_manifest(new_folder, kind, sorted(map(glob.escape, _files(new_folder))))

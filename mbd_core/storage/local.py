@@ -15,6 +15,7 @@ from mbd_core.files import (
     check_writable,
     durable_file,
     is_partial,
+    naming,
     write_text,
 )
 from mbd_core.storage.errors import storage_errors
@@ -105,7 +106,7 @@ class LocalText:
         write_text(self.file, text)
 
     def append(self, line: str) -> None:
-        with self.file.open("a", encoding="utf-8") as file:
+        with naming(self.file), self.file.open("a", encoding="utf-8") as file:
             file.write(line)
 
     def flush(self) -> None:

@@ -20,6 +20,7 @@ from mbd_core.files import MANIFEST, claim_folder, folder_beside
 from mbd_core.storage import remote
 from mbd_core.storage.errors import TakenOver
 from mbd_core.storage.folder import JOB_COPY, Folder
+from mbd_core.storage.local import LocalText
 from mbd_core.storage.models import fetch_model
 from mbd_core.storage.remote_files import UNFINISHED
 
@@ -410,3 +411,8 @@ def test_a_record_is_written_whole_or_not_at_all(base: str, tmp_path: Path) -> N
         assert json.loads(folder.read_text("run.json") or "") == {"steps": 2}
         assert folder.exists()
     assert os.listdir(tmp_path / "run") == ["run.json"]
+
+
+def test_a_line_that_a_full_disk_does_not_take_is_an_error_with_the_file_s_name() -> None:
+    with pytest.raises(OSError, match=r"No space left on device: '/dev/full'"):
+        LocalText(Path("/dev/full")).append("a line\n")

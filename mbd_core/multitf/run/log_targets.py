@@ -6,6 +6,7 @@ from the first new step on. The other two get only steps that they lack, because
 
 import importlib.util
 import os
+import socket
 import sys
 import time
 import uuid
@@ -13,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from mbd_core.errors import error_sentence
+from mbd_core.files import naming
 from mbd_core.storage.folder import Folder
 
 TENSORBOARD = "tensorboard"
@@ -89,28 +91,46 @@ def flat(settings: Mapping[str, Any], start: str = "") -> dict[str, Any]:
 
 
 class TensorBoardLog:
-    """Event files in the run's folder `tensorboard/`; at a URL they are uploaded whenever `flush` is called."""
+    """Event files in the run's folder `tensorboard/`; at a URL they are uploaded whenever `flush` is called.
+
+    An event is written at once. torch's `SummaryWriter` leaves it to a thread, which prints the traceback of a full
+    disk. Raises `OSError`, which names the file, if an event cannot be written.
+    """
 
     def __init__(self, folder: Folder, *, start: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+        from tensorboard.compat.proto.event_pb2 import SessionLog
 
         self._files = (folder / TENSORBOARD).workspace()
-        self._writer = SummaryWriter(str(self._files.path), purge_step=start)
+        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}"  # read in this order
+        self.path = self._files.path / name
+        self._files.path.mkdir(parents=True, exist_ok=True)
+        self._events = self.path.open("ab")
+        self._write(step=start, file_version="brain.Event:2")
+        self._write(step=start, session_log=SessionLog(status=SessionLog.START))
+
+    def _write(self, **fields: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        with naming(self.path):
+            RecordWriter(self._events).write(Event(wall_time=time.time(), **fields).SerializeToString())
+            self._events.flush()
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(tag(name), value, step)
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        scalars = [Summary.Value(tag=tag(name), simple_value=value) for name, value in values.items()]
+        self._write(step=step, summary=Summary(value=scalars))
 
     def amend(self, step: int, values: Mapping[str, float]) -> None:
         self.add(step, values)
 
     def flush(self) -> None:
-        self._writer.flush()
         self._files.flush()
 
     def close(self) -> None:
         self.flush()
-        self._writer.close()
+        self._events.close()
         self._files.close()
 
 

@@ -2,7 +2,6 @@
 
 import json
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -87,7 +86,6 @@ def test_a_run_that_goes_on_has_every_step_once(place: tuple[str, Path], tiny_re
     logged(tiny_recipe, place[0], curve, 5, closes=False)
     first = [dict(p) for p in logged(tiny_recipe, place[0], list(curve), 5, closes=False).file.points]
     assert [p["step"] for p in first] == [0, 1, 2, 3, 4] and all(p["seconds"] > 0 for p in first)
-    time.sleep(1)  # TensorBoard reads files in the order of names; of one second and process, writer 10 is before 9
     log = logged(tiny_recipe, place[0], curve[:3], 8, closes=True)  # the newest checkpoint was of step 3
     folder = fetched(place)
     lines = [json.loads(line) for line in (folder / LOSSES).read_text().splitlines()]
@@ -123,6 +121,14 @@ def test_without_the_package_a_run_says_so_and_goes_on(
     log = logged(tiny_recipe, str(tmp_path), [], 2, closes=True)
     assert "no TensorBoard logs: the package is not installed (pip install 'mbd-cluster[train]')" in log.describe()
     assert sorted(path.name for path in tmp_path.iterdir()) == [LOSSES, PLOT]
+
+
+def test_a_full_disk_is_one_sentence(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    log = log_targets.TensorBoardLog(Folder.at(tmp_path), start=0)
+    log._events = Path("/dev/full").open("ab")  # noqa: SIM115
+    with pytest.raises(OSError, match=r"No space left on device: '.*/tensorboard/events\.out\.tfevents\."):
+        log.add(1, {"loss": 1.0})
+    assert not capfd.readouterr().err, "no thread prints a traceback"
 
 
 def test_a_target_is_known_and_installed_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
