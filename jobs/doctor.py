@@ -373,6 +373,11 @@ def kv_memory(
     except ValueError as error:
         obstacles.append(str(error))
         return Table(title="KV memory", columns=PAIRS, rows=rows)
+    if pages * page_bytes > pages_bytes:
+        obstacles.append(
+            f"num_pages={pages} take {pages * page_bytes:,} bytes, and {pages_bytes:,} are free beside the weights; "
+            "take fewer, or leave --num-pages out"
+        )
     rows += [
         ["pages", pages],
         ["tokens in them", (pages - 1) * page_size],

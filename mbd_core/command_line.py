@@ -369,7 +369,7 @@ def _python_type(form: Mapping[str, Any]) -> Any:
     """Typer's type. Typer gets numbers as texts, because Typer's refusals do not name the value."""
     if "enum" in form or "const" in form:
         return Literal[tuple(form.get("enum") or [form["const"]])]
-    return Path if form.get("format") == "path" else bool if form.get("type") == "boolean" else str
+    return bool if form.get("type") == "boolean" else str
 
 
 def _help(run: Callable[..., Any]) -> str:

@@ -30,6 +30,10 @@ def value_of(item: Field, given: Any, name: str, joint: str = " ") -> Any:
     """A field's value from a text, or from texts. The message of its `ValueError` begins with name, joint and text."""
     form, value = form_of(item), given
     is_list = form.get("type") == "array"
+    is_path = item.flag.opened_by is not None or item.flag.positional or form.get("format") == "path"
+    if is_path and (given == "" or (isinstance(given, list | tuple) and "" in given)):  # Path("") is the folder itself
+        what = item.flag.metavar if item.flag.positional else name
+        raise ValueError(f"{what}: an empty name is no folder, file or model; give a name or a path")
     if isinstance(given, str) and (form.get("type") == "object" or (is_list and given.startswith("["))):
         value = parse_json(given, f"{name}{joint}{given!r}")
     elif is_list and given is not None:

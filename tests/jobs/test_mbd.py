@@ -138,6 +138,28 @@ def test_a_signal_ends_a_command_that_cleans_up_and_says_how_to_go_on(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        (["prepare", "", "--model", "tiny-mbd", "--out", "o"], "FILE|DIR|URL..."),
+        (["prepare", "a", "--model", "", "--out", "o"], "--model"),
+        (["convert", "", "--out", "o"], "[DIR]"),
+        (["report", "tables", ""], "DIR..."),
+        (["train", "--base", ""], "--base"),
+        (["train", "--config", ""], "--config"),
+        (["train", "--set", "train.lora.start="], "--set train.lora.start"),
+        (["serve", "--model", ""], "--model"),
+    ],
+)
+def test_an_empty_name_is_not_the_folder_of_the_shell(
+    line: list[str], what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(line) == 2
+    sentence = f"{what}: an empty name is no folder, file or model; give a name or a path\n"
+    assert capsys.readouterr().err.endswith(sentence) and not any(tmp_path.iterdir())
+
+
 def diagnosis(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
     code = main(["doctor", "--json", *arguments])
     return code, json.loads(capsys.readouterr().out)
@@ -182,6 +204,8 @@ def test_the_doctor_says_why_a_model_cannot_be_served(
 ) -> None:
     code, said = diagnosis(capsys, "--kv-memory-fraction", "0.0000000001")
     assert code == 1 and "kv_memory_fraction" in said["obstacles"][0] and not said["serves"]
+    code, said = diagnosis(capsys, "--num-pages", "99999999999")
+    assert code == 1 and "num_pages=99999999999 take" in said["obstacles"][0]
     config = replace(SHAPES["tiny-sdar"], block_size=4096, max_positions=8192)
     save_random(config, tmp_path / "long", tokenizer=shape_tokenizer(config))
     code, said = diagnosis(capsys, "--model", str(tmp_path / "long"))
