@@ -20,7 +20,7 @@ from mbd_core.models.layer_parts import Attend, Reduce, RMSNorm, join, pieces
 from mbd_core.models.lora import Adapt, TokenAdapters, adapted
 from mbd_core.models.mlp import MoE, Router, SwiGLU
 from mbd_core.models.model_config import ModelConfig
-from mbd_core.models.rope import Rope, rotary, rotate
+from mbd_core.models.rope import Rope, rotary
 from mbd_core.models.shard import Shard
 
 
@@ -36,14 +36,14 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(c, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(c, config.rms_norm_eps) if config.qk_norm else None
 
-    def project(self, x: Tensor, rope: Rope, adapt: Adapt | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (..., H, C), keys and values (..., K, C) of `x` (..., D), normed, then rotated."""
+    def project(self, x: Tensor, rope: Rope | None, adapt: Adapt | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (..., H, C), keys and values (..., K, C) of `x` (..., D), normed, then rotated by a `rope`."""
         q = adapted(self.q_proj(x), adapt, "q_proj", x).unflatten(-1, (-1, self.head_dim))
         k = adapted(self.k_proj(x), adapt, "k_proj", x).unflatten(-1, (-1, self.head_dim))
         v = adapted(self.v_proj(x), adapt, "v_proj", x).unflatten(-1, (-1, self.head_dim))
         q = q if self.q_norm is None else self.q_norm(q)
         k = k if self.k_norm is None else self.k_norm(k)
-        return rope.rotate_queries(q), rotate(k, rope.cos, rope.sin), v
+        return (q, k, v) if rope is None else (rope.rotate_queries(q), rope.rotate(k), v)
 
 
 class DecoderLayer(nn.Module):
@@ -60,7 +60,7 @@ class DecoderLayer(nn.Module):
     def forward(
         self,
         rows: list[Tensor],
-        ropes: list[Rope],
+        rope: Rope,
         attend: Attend,
         layer: int,
         split: Sequence[int] | None,
@@ -69,18 +69,22 @@ class DecoderLayer(nn.Module):
         kept: Tensor | None = None,
         experts: Tensor | None = None,
     ) -> list[Tensor]:
-        """The residual stream after this layer, in the same rows. Only `attend` gets all rows in one tensor.
+        """The residual stream after this layer, in the same rows. Only `attend` and the rotation, which goes element
+        by element, get all rows in one tensor.
 
         `experts` (..., K) replaces the router's choice for the tokens of a single row. `kept` (N) are flat indices
         into a single row's tokens: the result is (N, D), and the MLP runs only on these tokens, unless experts depend
         on whole blocks.
         """
         adapts = [None] * len(rows) if adapters is None else [a.of(layer) for a in adapters.split(split)]
+        own_rope = rope if len(rows) == 1 else None
         parts = [
-            self.self_attn.project(self.input_layernorm(x), rope, adapt)
-            for x, rope, adapt in zip(rows, ropes, adapts, strict=True)
+            self.self_attn.project(self.input_layernorm(x), own_rope, adapt)
+            for x, adapt in zip(rows, adapts, strict=True)
         ]
         q, k, v = (join(part) for part in zip(*parts, strict=True))
+        if own_rope is None:
+            q, k = rope.rotate_queries(q), rope.rotate(k)
         attended = pieces(attend(layer, q, k, v), split)
         return [
             self._finish(x, out, reduce, adapt, kept, experts)
@@ -175,23 +179,25 @@ class Decoder(nn.Module):
         do not depend on the other rows, if `attend` also computes each row by itself. `denoising` marks the tokens
         that Gemma denoises; without it all tokens are context.
         """
-        ids = pieces(input_ids, split)
-        weights = [None] * len(ids) if soft_weight is None else pieces(soft_weight, split)
-        rows = [self.embed(row, weight) for row, weight in zip(ids, weights, strict=True)]
+        if soft_weight is None:
+            rows = pieces(self.embed(input_ids), split)
+        else:
+            ids, weights = pieces(input_ids, split), pieces(soft_weight, split)
+            rows = [self.embed(row, weight) for row, weight in zip(ids, weights, strict=True)]
         denoised = None if denoising is None else denoising.pieces(split)
         if denoised is not None:
             rows = [self.condition(row, part) for row, part in zip(rows, denoised, strict=True)]
-        ropes = [self.ropes(row) for row in pieces(positions, split)]
+        ropes = self.ropes(positions)
         assert training is None or (split is None and adapters is None and denoising is None), "training has one row"
         kept = None if training is None else training.kept
         experts = iter(() if training is None or training.experts is None else training.experts.unbind(-2))
         last = len(self.model.layers) - 1
         for index, layer in enumerate(self.model.layers):
-            own_ropes, own_kept = [kinds[self.rope_kinds[index]] for kinds in ropes], kept if index == last else None
+            rope, own_kept = ropes[self.rope_kinds[index]], kept if index == last else None
             more: tuple[Any, ...] = () if self.config.gemma is None else (denoised,)
             if self.config.is_sparse(index) and (chosen := next(experts, None)) is not None:
                 more = (chosen,)
-            rows = layer(rows, own_ropes, attend, index, split, self.reduce, adapters, own_kept, *more)
+            rows = layer(rows, rope, attend, index, split, self.reduce, adapters, own_kept, *more)
         return join([self.model.norm(row) for row in rows])
 
     def ropes(self, positions: Tensor) -> list[Rope]:

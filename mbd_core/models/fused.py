@@ -106,5 +106,5 @@ class FusedDecoder:
     ) -> Tensor:
         """A layer that is not fused."""
         rope = rotary(positions_T, self.decoder.config)
-        (x_TD,) = layer([x_TD], [rope], attend, index, None, self.decoder.reduce, adapters)
+        (x_TD,) = layer([x_TD], rope, attend, index, None, self.decoder.reduce, adapters)
         return x_TD

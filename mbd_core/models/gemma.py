@@ -19,7 +19,7 @@ from mbd_core.models.layer_parts import Attend, Reduce, RMSNorm, join, pieces
 from mbd_core.models.lora import TokenAdapters
 from mbd_core.models.mlp import Experts, Router, SwiGLU, experts_kernel
 from mbd_core.models.model_config import ModelConfig
-from mbd_core.models.rope import Rope, rotate
+from mbd_core.models.rope import Rope
 from mbd_core.ops.experts.choice import grouped_experts, loop_experts
 
 
@@ -70,15 +70,11 @@ class GemmaAttention(nn.Module):
         self.o_proj = nn.Linear(config.num_heads * c, d, bias=False)
         self.q_norm, self.k_norm = GemmaNorm(c, eps), GemmaNorm(c, eps)
 
-    def project(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (..., H, C), keys and values (..., K, C) of `x` (..., D).
-
-        This model does not scale scores. `Attend` divides scores by C^1/2, so queries are multiplied by C^1/2 here.
-        """
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (..., H, C), keys and values (..., K, C) of `x` (..., D), normed and not yet rotated."""
         q, k = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj))
         v = k if self.v_proj is None else self.v_proj(x).unflatten(-1, (-1, self.head_dim))
-        q, k = (rotate(x, rope.cos, rope.sin) for x in (self.q_norm(q), self.k_norm(k)))
-        return q * self.head_dim**0.5, k, unit_rms(v, self.eps).to(v.dtype)
+        return self.q_norm(q), self.k_norm(k), unit_rms(v, self.eps).to(v.dtype)
 
 
 class GeGLU(SwiGLU):
@@ -144,7 +140,7 @@ class GemmaLayer(nn.Module):
     def forward(
         self,
         rows: list[Tensor],
-        ropes: list[Rope],
+        rope: Rope,
         attend: Attend,
         layer: int,
         split: Sequence[int] | None,
@@ -153,11 +149,16 @@ class GemmaLayer(nn.Module):
         kept: Tensor | None = None,
         denoising: Sequence[Denoising] | None = None,
     ) -> list[Tensor]:
-        """The residual stream after this layer, in the same rows. Only `attend` gets all rows in one tensor."""
+        """The residual stream after this layer, in the same rows. Only the rotation and `attend` get all rows in one
+        tensor.
+
+        This model does not scale scores. `attend` divides scores by C^1/2, so queries are multiplied by C^1/2 here.
+        """
         assert adapters is None and kept is None, "Gemma is neither adapted nor trained here"
-        parts = [self.self_attn.project(self.input_layernorm(x), rope) for x, rope in zip(rows, ropes, strict=True)]
+        parts = [self.self_attn.project(self.input_layernorm(x)) for x in rows]
         q, k, v = (join(part) for part in zip(*parts, strict=True))
-        attended = pieces(attend(layer, q, k, v), split)
+        q = rope.rotate(q) * self.self_attn.head_dim**0.5
+        attended = pieces(attend(layer, q, rope.rotate(k), v), split)
         scalars = [self._scalar(None if denoising is None else denoising[i].at) for i in range(len(rows))]
         return [self._finish(x, out, reduce) * scalar for x, out, scalar in zip(rows, attended, scalars, strict=True)]
 

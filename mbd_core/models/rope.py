@@ -23,9 +23,17 @@ class Rope(NamedTuple):
     sin: Tensor
     query_scale: Tensor | None = None
 
+    def rotate(self, x: Tensor) -> Tensor:
+        """Rotates the leading channels of `x` (..., heads, C), as many as `cos` has. The other channels stay."""
+        leading, rest = x[..., : self.cos.shape[-1]], x[..., self.cos.shape[-1] :]
+        first, second = leading.chunk(2, dim=-1)
+        cos, sin = self.cos.to(x.dtype), self.sin.to(x.dtype)
+        rotated = leading * cos + torch.cat((-second, first), dim=-1) * sin
+        return rotated if rest.shape[-1] == 0 else torch.cat((rotated, rest), dim=-1)
+
     def rotate_queries(self, q: Tensor) -> Tensor:
         """Queries (..., heads, C), rotated and scaled."""
-        q = rotate(q, self.cos, self.sin)
+        q = self.rotate(q)
         return q if self.query_scale is None else q * self.query_scale.to(q.dtype)
 
 
@@ -51,14 +59,6 @@ def query_scale(positions: Tensor, config: ModelConfig) -> Tensor | None:
         return None
     lengths = (positions // scaling.original_max_position_embeddings).float()
     return (1 + scaling.llama_4_scaling_beta * torch.log1p(lengths))[..., None, None]
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the leading channels of `x` (..., heads, C), as many channels as `cos` has. The other channels stay."""
-    leading, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-    first, second = leading.chunk(2, dim=-1)
-    rotated = leading * cos.to(x.dtype) + torch.cat((-second, first), dim=-1) * sin.to(x.dtype)
-    return rotated if rest.shape[-1] == 0 else torch.cat((rotated, rest), dim=-1)
 
 
 def rope_frequencies(config: ModelConfig, *, device: torch.device | None = None) -> tuple[Tensor, float]:

@@ -79,7 +79,7 @@ def _layer_bytes(
         x = torch.empty(1, tokens, config.hidden_size, dtype=dtype, requires_grad=True)
         rope = rotary(torch.arange(tokens)[None], config)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            layer([x], [rope], _fused_attention, number, None, None)
+            layer([x], rope, _fused_attention, number, None, None)
         others = (*layer.parameters(), *layer.buffers(), *(part for part in rope if part is not None))
         other_addresses = {t.untyped_storage()._cdata for t in others}
         return sum(size for address, (_, size) in storages.items() if address not in other_addresses)
