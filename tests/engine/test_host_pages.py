@@ -95,8 +95,8 @@ def next_turns(requests: list[Request], outputs: list[Output]) -> list[Request]:
 
 @pytest.fixture(scope="module")
 def turns_without_cache() -> list[tuple[list[Request], list[Output]]]:
-    """Seven conversations of three turns, each turn's requests with what an engine without a prefix cache says."""
-    plain, requests, found = engine(build(), num_pages=400, prefix_caching=False), turns(7), []
+    """Five conversations of three turns, each turn's requests with what an engine without a prefix cache says."""
+    plain, requests, found = engine(build(), num_pages=400, prefix_caching=False), turns(5), []
     for _ in range(3):
         found.append((requests, plain.generate(requests)))
         requests = next_turns(*found[-1])
@@ -125,9 +125,11 @@ def test_later_turns_have_the_bits_of_turns_without_a_cache(
         found = served.generate(requests)
         assert [gist(o) for o in found] == [gist(o) for o in wanted]
         served.check_integrity()
-        without = small.generate(requests)
-        cached, cached_without = (sum(o.counts.num_cached_tokens for o in outputs) for outputs in (found, without))
-        if turn and config["host_kv_bytes"] == FEW["host_kv_bytes"]:
+        if config["host_kv_bytes"] == FEW["host_kv_bytes"]:
+            without = small.generate(requests)
+            cached, cached_without = (sum(o.counts.num_cached_tokens for o in outputs) for outputs in (found, without))
+            if turn == 0:
+                continue
             whole = sum((len(r.prompt) - 3 - B) // 8 * 8 for r in requests)
             assert cached >= whole - 8 * len(requests) > 2 * cached_without
     measures = served.measures()
