@@ -111,8 +111,8 @@ def test_answers_are_those_of_block_size_1_alone_batched_and_preempted(loaded: L
         assert sum(o.counts.num_confirmed_tokens for o in found[: len(requests)]) > 0
         forwards.append(sum(o.counts.num_forwards for o in found[: len(requests)]))
         pieces[slots] = [o.piece for o in found[: len(requests)]]
-    alone = [loaded.engine.generate([with_slots(request, 2)])[0] for request in requests]
-    assert [o.piece for o in alone] == pieces[2]
+    alone = [loaded.engine.generate([with_slots(request, 2)])[0] for request in requests[::2]]
+    assert [o.piece for o in alone] == pieces[2][::2]
     assert max(forwards) < sum(o.counts.num_forwards for o in wanted)
 
 

@@ -32,11 +32,11 @@ def tool(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
 def verdicts(folder: Path, schema: dict[str, Any]) -> list[Any]:
     """What a schema gets as a form, and as parameters of a tool that must and that may be called."""
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
-    tools = {"tools": [tool("now", {"type": "object", "maxProperties": 0}), tool("run", schema)], "max_tokens": 150}
+    tools = {"tools": [tool("now", {"type": "object", "maxProperties": 0}), tool("run", schema)], "max_tokens": 80}
     run = {"type": "function", "function": {"name": "run"}}
     return answers(
         folder,
-        ("chat", {"response_format": form, "max_tokens": 150}),
+        ("chat", {"response_format": form, "max_tokens": 80}),
         ("chat", tools | {"tool_choice": run}),
         ("chat", tools | {"tool_choice": "auto"}),
         num_pages=512,
