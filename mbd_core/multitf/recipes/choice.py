@@ -197,6 +197,8 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ValueError(f"--config {path} cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"--config {path} is no YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ValueError(f"--config {path} is nested too deeply to be read") from None
     if not isinstance(values, dict):
         raise ValueError(f"--config {path} must be an object of recipe fields, as train: {{lr: 1e-4}}")
     return values

@@ -31,8 +31,10 @@ def read_keys(path: Path) -> dict[str, Key]:
     """
     try:
         lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"API keys: {path} cannot be read: {error}") from None
+    except OSError as error:
+        raise ValueError(f"API keys: {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"API keys: {path} is not UTF-8: {error.reason} at byte {error.start}") from None
     keys: dict[str, Key] = {}
     for number, line in enumerate(lines, start=1):
         words = line.partition("#")[0].split()

@@ -71,7 +71,7 @@ def test_a_wrong_file_names_its_line_and_no_key(tmp_path: Path, text: str, messa
     with pytest.raises(ValueError, match=message) as caught:
         read_keys(file)
     assert not any(word in str(caught.value) for word in (ONE, TWO, "short-0123"))
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=r"nowhere cannot be read: No such file or directory$"):
         read_keys(tmp_path / "nowhere")
 
 
