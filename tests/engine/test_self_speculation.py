@@ -52,7 +52,7 @@ def tokens(served: Engine, requests: list[Request]) -> list[tuple[tuple[int, ...
     return [(o.tokens, o.finish_reason) for o in served.generate(requests)]
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, 3, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 8))])
+@pytest.mark.parametrize("seed", [0, 1, 4, 5, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3, 6, 7))])
 def test_self_speculation_is_token_by_token(model: Decoder, seed: int) -> None:
     """Greedy and drawn, with penalties and bans, ends anywhere, in batches, with drafts of any length."""
     rng = random.Random(seed)
