@@ -142,7 +142,7 @@ def _same(first: Sequence[Answered], second: Sequence[Answered]) -> str:
 
 
 def _percent(values: Sequence[bool]) -> str:
-    return f"{100 * sum(values) / len(values):.0f}"
+    return f"{100 * sum(values) / len(values):.0f}" if values else ""
 
 
 def _tpf(rows: Sequence[Answered]) -> float:

@@ -275,6 +275,8 @@ def test_each_two_of_other_arms_are_tested() -> None:
     assert "and cut in" not in text
     assert "- b alone is right in 0 and c in 0 (p = 1.000). 1 of 2 answers are the same." in text
     assert "sign" not in "\n".join(report([row]))
+    mixed = "\n".join(report([row, replace(row, arm="b", task="package-fields", is_valid=True)]))
+    assert "| a | 0 | | 0 | 1.00 | 20.0 | |" in mixed and "| b | | 0 | 0 | 1.00 | 20.0 | 100 |" in mixed
 
 
 def test_arms_of_several_thresholds_have_an_aup(
