@@ -61,7 +61,7 @@ def _table(of: Mapping[str, Sequence[Answered]]) -> list[str]:
 
 
 def _aups(of: Mapping[str, Sequence[Answered]]) -> list[str]:
-    """A table of each arm's AUPs over its thresholds, then the differences of Eq. 4.1's AUP. The intervals are of a
+    """A table of each arm's AUPs over its thresholds, then the differences of both AUPs. The intervals are of a
     bootstrap over the questions, with the same draws for all arms."""
     samples = {
         ReportKey(model=own[0].arm, method="", task="", config=json.dumps({"tau_m2t": own[0].tau})): [
@@ -83,12 +83,14 @@ def _aups(of: Mapping[str, Sequence[Answered]]) -> list[str]:
         for row, eq41_D, d3llm_D in drawn
     ]
     differences = [
-        f"- {one.model} less {other.model}: "
+        f"- {one.model} less {other.model}: Eq. 4.1 "
         + Interval.of_draws(one.eq41.value - other.eq41.value, one_D - other_D).text("+.0f")
-        for (one, one_D, _), (other, other_D, _) in itertools.combinations(drawn, 2)
+        + ", d3LLM "
+        + Interval.of_draws(one.d3llm.value - other.d3llm.value, one_weighted_D - other_weighted_D).text("+.0f")
+        for (one, one_D, one_weighted_D), (other, other_D, other_weighted_D) in itertools.combinations(drawn, 2)
     ]
     table = table_lines(["", "AUP, Eq. 4.1", "AUP, d3LLM", "right, at mean tokens a forward"], lines)
-    return [*table, *(["", "Differences of AUP, Eq. 4.1:", "", *differences] if differences else [])]
+    return [*table, *(["", "Differences:", "", *differences] if differences else [])]
 
 
 def _graded(number: int, row: Answered) -> GradedSample:

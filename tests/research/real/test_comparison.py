@@ -312,7 +312,7 @@ def test_arms_of_several_thresholds_have_an_aup(
     assert "Differences" not in said
     kept = comparison.kept_rows(tmp_path / "out")
     other = [replace(row, arm="b", is_right=True) for row in kept if row.tau is not None]
-    assert "- a less b: -50 [-100, +0]" in "\n".join(report([*kept, *other]))
+    assert "- a less b: Eq. 4.1 -50 [-100, +0], d3LLM " in "\n".join(report([*kept, *other]))
 
 
 def test_likelihoods_under_the_base_are_those_of_transformers(
@@ -344,7 +344,17 @@ def test_likelihoods_under_the_base_are_those_of_transformers(
 
 
 @pytest.mark.parametrize(
-    "folder", ["real", "real-arms", "real-drafted", "real-one-model", "real-both-modes", "real-schema", "real-teacher"]
+    "folder",
+    [
+        "real",
+        "real-arms",
+        "real-drafted",
+        "real-one-model",
+        "real-both-modes",
+        "real-schema",
+        "real-teacher",
+        "real-aup",
+    ],
 )
 def test_the_published_table_is_that_of_the_published_rows(capsys: pytest.CaptureFixture[str], folder: str) -> None:
     comparison.main(["--report-only", str(ROOT / "research" / "published" / folder)])
