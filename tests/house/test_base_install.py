@@ -19,8 +19,8 @@ JOBS = (
     "research.rl.study",
 )
 # Each is imported where it is used: openai for endpoints, datasets for a data set of the hub, lm_eval by its backend,
-# peft where a recipe trains an adapter, bitsandbytes where its base has 4 bits, mlflow and wandb where a run is logged
-# to them, pandas for a result's table, the others where a GPU is.
+# peft where a recipe trains an adapter, bitsandbytes where its base has 4 bits, mlflow, tensorboard and wandb where a
+# run is logged to them, pandas for a result's table, the others where a GPU is.
 OPTIONAL = {
     "bitsandbytes",
     "datasets",
@@ -33,6 +33,7 @@ OPTIONAL = {
     "openai",
     "pandas",
     "peft",
+    "tensorboard",
     "triton",
     "vllm",
     "wandb",
