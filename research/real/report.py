@@ -16,14 +16,18 @@ from research.tables import table_lines
 def report(rows: Sequence[Answered]) -> list[str]:
     """One table. Then five sentences if the rows have all `ARMS` and were timed, one more if they have llama.cpp. Else
     the arms' AUPs, if they have several thresholds, or the arms' sign tests."""
-    of = _by_name(rows)
+    has_thresholds = len({row.tau for row in rows} - {None}) > 1
+    of: dict[str, list[Answered]] = {}
+    for row in rows:
+        name = f"{row.arm}, tau_m2t {row.tau:g}" if has_thresholds and row.tau is not None else row.arm
+        of.setdefault(name, []).append(row)
     table = _table(of)
     if set(ARMS) <= set(of) and all(any(row.seconds for row in own) for own in of.values()):
         return [*table, "", *_sentences(of)]
-    whole = {
-        name: own for name, own in of.items() if len(own) == len(next(iter(of.values())))
-    }  # an arm may have failed
-    if len({row.tau for row in rows} - {None}) > 1:
+    # a kept arm may have failed midway
+    num_asked = len(next(iter(of.values())))
+    whole = {name: own for name, own in of.items() if len(own) == num_asked}
+    if has_thresholds:
         return [*table, "", *_aups(whole)]
     pairs = [
         f"- {one} alone is right in {_against(of[one], of[other], other)}. "
@@ -31,16 +35,6 @@ def report(rows: Sequence[Answered]) -> list[str]:
         for one, other in itertools.combinations(whole, 2)
     ]
     return [*table, *(["", "Exact sign tests:", "", *pairs] if pairs else [])]
-
-
-def _by_name(rows: Sequence[Answered]) -> dict[str, list[Answered]]:
-    """The rows of each arm; of each of its thresholds, if the rows have several."""
-    has_thresholds = len({row.tau for row in rows} - {None}) > 1
-    of: dict[str, list[Answered]] = {}
-    for row in rows:
-        name = f"{row.arm}, tau_m2t {row.tau:g}" if has_thresholds and row.tau is not None else row.arm
-        of.setdefault(name, []).append(row)
-    return of
 
 
 def _table(of: Mapping[str, Sequence[Answered]]) -> list[str]:
