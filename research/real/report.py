@@ -25,7 +25,7 @@ def report(rows: Sequence[Answered]) -> list[str]:
     if set(ARMS) <= set(of) and all(any(row.seconds for row in own) for own in of.values()):
         return [*table, "", *_sentences(of)]
     # a kept arm may have failed midway
-    num_asked = len(next(iter(of.values())))
+    num_asked = max(map(len, of.values()), default=0)
     whole = {name: own for name, own in of.items() if len(own) == num_asked}
     if has_thresholds:
         return [*table, "", *_aups(whole)]
