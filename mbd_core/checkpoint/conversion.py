@@ -35,6 +35,7 @@ from mbd_core.checkpoint.tensors import (
     match_tensors,
     stored_tensors,
 )
+from mbd_core.checkpoint.tokenizer import has_tokenizer, load_tokenizer
 from mbd_core.files import check_target_folder, folder_beside
 from mbd_core.models.model_config import ModelConfig
 
@@ -156,6 +157,8 @@ def _plan(
     if (source / METADATA).exists() and not (beside_weights / "config.json").exists():
         raise ValueError(f"{beside_weights} has no config.json; name a folder that has one (--config)")
     config = load_config(beside_weights)
+    if has_tokenizer(beside_weights):
+        load_tokenizer(beside_weights, config)
     for folder in (source, beside_weights, *([] if adapter is None else [adapter])):
         if target.resolve().is_relative_to(folder.resolve()):
             raise ValueError(f"{target} lies inside {folder}, which is read; give a folder elsewhere")

@@ -4,6 +4,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateSyntaxError
 from llguidance import LLTokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -19,9 +20,10 @@ def load_tokenizer(folder: Path, config: ModelConfig) -> "PreTrainedTokenizerBas
     """The tokenizer of a model folder.
 
     Raises `ValueError` unless its mask id is the model's (if the model has a mask) and all its ids lie in the model's
-    vocabulary. A tokenizer that names no mask token (LLaDA's) must have a special token at the model's mask id.
+    vocabulary, and its chat templates can be parsed. A tokenizer that names no mask token (LLaDA's) must have a
+    special token at the model's mask id.
     """
-    if not any((folder / name).exists() for name in TOKENIZER_FILES):
+    if not has_tokenizer(folder):
         raise ValueError(f"{folder} has no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there")
     kind = _tokenizer_kind(folder)
     try:
@@ -37,7 +39,28 @@ def load_tokenizer(folder: Path, config: ModelConfig) -> "PreTrainedTokenizerBas
         )
     if len(tokenizer) > config.vocab_size:
         raise ValueError(f"{folder}: the tokenizer has {len(tokenizer)} tokens, the model only {config.vocab_size}")
+    _check_templates(folder, tokenizer)
     return tokenizer
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder has one of the files that every tokenizer has."""
+    return any((folder / name).exists() for name in TOKENIZER_FILES)
+
+
+def _check_templates(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises `ValueError` for a chat template that cannot be parsed, with the line of the error."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    found = tokenizer.chat_template
+    for name, template in (found if isinstance(found, dict) else {"default": found} if found else {}).items():
+        try:
+            render_jinja_template([], chat_template=template)  # it parses the template, and shows no conversation
+        except TemplateSyntaxError as error:
+            raise ValueError(
+                f"{folder}: the chat template '{name}' cannot be parsed: line {error.lineno}: {error.message}; mend "
+                "it in chat_template.jinja or tokenizer_config.json"
+            ) from None
 
 
 def _tokenizer_kind(folder: Path) -> Any:

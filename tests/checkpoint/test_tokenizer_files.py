@@ -8,6 +8,7 @@ import pytest
 from family_models import FAMILIES, rewrite
 
 from mbd_core.checkpoint.config import load_config, load_generation_defaults
+from mbd_core.checkpoint.conversion import convert
 from mbd_core.checkpoint.tokenizer import load_tokenizer
 
 
@@ -39,6 +40,28 @@ def test_tokenizer_that_disagrees_is_refused(folder: Path) -> None:
         (folder / "tokenizer.json").write_text(damaged)
         with pytest.raises(ValueError, match="tokenizer"):
             load_tokenizer(folder, load_config(folder))
+
+
+def test_a_chat_template_that_cannot_be_parsed_is_refused_with_its_line(folder: Path) -> None:
+    config, others = load_config(folder), folder / "additional_chat_templates"
+    (folder / "chat_template.jinja").write_text("{% for turn in messages %}\n{{ turn.content }\n{% endfor %}")
+    with pytest.raises(ValueError, match=f"{folder}: the chat template 'default' cannot be parsed: line 2: "):
+        load_tokenizer(folder, config)
+    (folder / "chat_template.jinja").write_text("{% for turn in messages %}{{ turn.content }}{% endfor %}")
+    others.mkdir()
+    (others / "tool_use.jinja").write_text("{% if tools %}")
+    with pytest.raises(ValueError, match="the chat template 'tool_use' cannot be parsed: line 1: "):
+        load_tokenizer(folder, config)
+    (others / "tool_use.jinja").write_text("{% generation %}{{ tools }}{% endgeneration %}")
+    tokenizer = load_tokenizer(folder, config)
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False) == "x"
+
+
+def test_a_damaged_tokenizer_is_not_carried_into_a_conversion(folder: Path, tmp_path: Path) -> None:
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=f"{folder} has no tokenizer that can be loaded"):
+        convert(folder, tmp_path / "target")
+    assert not (tmp_path / "target").exists()
 
 
 def test_tokenizer_without_a_mask_token_needs_a_special_token_there(folder: Path) -> None:
