@@ -283,17 +283,19 @@ class RemoteText:
 
 
 class RemoteWorkspace:
-    """A temporary folder whose files are uploaded."""
+    """A temporary folder whose files are uploaded. It ends with the process at the latest."""
 
     def __init__(self, place: RemotePlace) -> None:
-        self._place, self.path = place, Path(tempfile.mkdtemp(prefix="mbd-workspace-"))
+        self._place = place
+        self._temporary = tempfile.TemporaryDirectory(prefix="mbd-workspace-", ignore_cleanup_errors=True)
+        self.path = Path(self._temporary.name)
 
     def flush(self) -> None:
         for file in self.path.iterdir():
             self._place.write_file(file.name, file)
 
     def close(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+        self._temporary.cleanup()
 
 
 class RemoteMirror:

@@ -416,3 +416,14 @@ def test_a_record_is_written_whole_or_not_at_all(base: str, tmp_path: Path) -> N
 def test_a_line_that_a_full_disk_does_not_take_is_an_error_with_the_file_s_name() -> None:
     with pytest.raises(OSError, match=r"No space left on device: '/dev/full'"):
         LocalText(Path("/dev/full")).append("a line\n")
+
+
+def test_files_on_their_way_to_a_url_do_not_outlive_who_wrote_them(base: str) -> None:
+    workspace = (Folder.at(base) / "run").workspace()
+    path = workspace.path
+    (path / "events").write_text("1")
+    workspace.flush()
+    with pytest.warns(ResourceWarning):  # nobody closed it
+        del workspace
+    assert not path.exists()
+    assert (Folder.at(base) / "run").read_text("events") == "1"
