@@ -1,7 +1,7 @@
 """Groups of answers to one prompt: which groups teach something, and the advantage of each answer.
 
 Facts and formulas: LightningRL (decoupled z-scores, the group filter), TraceRL (z-scored rewards, shares of 0.2 to
-0.8). A z-score is `(x - mean) / std` over the population, and 0 if all values are equal.
+0.8). A z-score is `(x - mean) / std` over the population, and 0 if all values are equal, but for rounding.
 
 A part of the reward that does not apply to an answer (`None`) leaves the answer out of that part's mean and deviation,
 counts as a z-score of 0, and adds nothing to the weighted sum.
@@ -22,6 +22,7 @@ AdvantageRule = Literal["decoupled", "joint", "correct", "shuffled"]
 Reason = Literal["undecoded", "unrewarded", "too_few_right", "too_many_right", "even_tpf"]
 REASONS: tuple[Reason, ...] = typing.get_args(Reason)
 LIGHTNING_RL = 0.01  # the filter of LightningRL: some answer is right, and TPF differs
+ROUNDING = 1e-12  # smaller differences, relative to the values, come from arithmetic, and a z-score would enlarge them
 
 
 @configuration(panel=UPDATES)
@@ -129,7 +130,9 @@ def advantages(
             of_group = z_scores([weighted_sum(answers[place].rewards, weights) for place in places])
         else:
             scores = {name: _applying_z_scores([answers[place].rewards[name] for place in places]) for name in weights}
-            of_group = [sum(weights[name] * scores[name][at] for name in weights) for at in range(len(places))]
+            sums = [sum(weights[name] * scores[name][at] for name in weights) for at in range(len(places))]
+            rounding = ROUNDING * sum(map(abs, weights.values()))
+            of_group = [value if abs(value) > rounding else 0.0 for value in sums]
         values |= dict(zip(places, of_group, strict=True))
     if config.advantages != "joint":
         values = dict(zip(values, z_scores(list(values.values())), strict=True))
@@ -149,11 +152,12 @@ def _applying_z_scores(values: Sequence[float | None]) -> list[float]:
 
 
 def z_scores(values: Sequence[float]) -> list[float]:
-    """Each value's distance from the mean in standard deviations; zeros if all values are equal."""
-    if not values or max(values) == min(values):
+    """Each value's distance from the mean in standard deviations; zeros if all values are equal, but for rounding."""
+    if not values or max(values) - min(values) <= ROUNDING * max(map(abs, values)):
         return [0.0] * len(values)
     mean, deviation = fmean(values), pstdev(values)
-    return [(value - mean) / deviation for value in values]
+    scores = [(value - mean) / deviation for value in values]
+    return [score if abs(score) > ROUNDING else 0.0 for score in scores]
 
 
 def num_even(answers: Sequence[RewardedAnswer], values: Mapping[int, float]) -> int:

@@ -147,3 +147,21 @@ def test_why_groups_taught_nothing_names_the_option_that_changes_it() -> None:
 def test_equal_values_have_no_score_and_no_division_by_zero() -> None:
     assert z_scores([2.0, 2.0, 2.0]) == [0.0] * 3 and z_scores([]) == []
     assert z_scores([1.0, 3.0]) == [-1.0, 1.0]
+
+
+def test_rounding_makes_no_answer_better() -> None:
+    """Parts that cancel, sums that are equal, and an even group beside another: a z-score would enlarge the noise."""
+    faster_but_wrong = answers_of(0, (True, 9 / 11), (False, 46 / 21))
+    found, _ = advantages(faster_but_wrong, {"correct": 1.0, "tpf": 1.0}, GroupConfig(), seed=0)
+    assert list(found.values()) == [0.0, 0.0]
+    own = own_group(0.1 + 0.2, 0.3, 0.3)
+    for rule in ("decoupled", "joint"):
+        config = GroupConfig(advantages=rule, least_right=0, least_tpf_range=0)
+        found, _ = advantages(own, {"mine:f": 1.0}, config, seed=0)
+        assert list(found.values()) == [0.0] * 3 and num_even(own, found) == 1
+    even = answers_of(0, *[(True, 2.0)] * 4)
+    for seed in range(20):
+        draws = np.random.default_rng(seed)
+        beside = answers_of(1, *[(right, draws.uniform(1, 3)) for right in (True, True, False, False)])
+        config = GroupConfig(least_tpf_range=0)
+        assert num_even([*even, *beside], advantages([*even, *beside], WEIGHTS, config, seed=0)[0]) == 1
