@@ -141,8 +141,8 @@ class RLRecipe:
     one-step-off  while the learner works on iteration n the engines make the rollouts of n + 1, with weights that are
                   one update old when the rollouts are learned from
 
-    An iteration is one update. So the run sets three fields of `train`, whatever they were: as many steps as
-    iterations, a batch of all answers, and the run's seed. `states` and `shrink` go to `replay_batch`. With
+    An iteration makes `objective.passes` updates. So the run sets three fields of `train`, whatever they were: as many
+    steps as all updates, a batch of all answers, and the run's seed. `states` and `shrink` go to `replay_batch`. With
     `train.teacher` the objective is on-policy distillation (`multitf/step/distiller.py`): rewards are measured, and
     teach nothing.
     """
@@ -164,7 +164,7 @@ class RLRecipe:
     schedule: Annotated[RLSchedule, Flag(panel=CLUSTER)] = "sync"
     """Rollouts and updates in turn (sync), or side by side (one-step-off)."""
     iterations: Annotated[int, Ge(1), Flag(panel=UPDATES)] = 30
-    """Iterations of the run, one update each."""
+    """Iterations of the run, of --passes updates each."""
     most_idle: Annotated[int, Ge(0), Flag(panel=UPDATES)] = 5
     """The run ends after this many successive iterations that taught nothing; 0: never."""
     max_rollouts: Annotated[int, Ge(0), Flag(panel=UPDATES)] = 0
@@ -197,7 +197,8 @@ class RLRecipe:
                 "shrink=1"
             )
         check_learning(self.train)
-        followed = replace(self.train, steps=self.iterations, batch_size=self.answers, seed=self.seed)
+        steps = self.iterations * objective.passes
+        followed = replace(self.train, steps=steps, batch_size=self.answers, seed=self.seed)
         object.__setattr__(self, "train", followed)
 
     def _check_distillation(self) -> None:

@@ -1,14 +1,16 @@
 """A run ends with the iteration that spends its rollouts or seconds: with its state, its sweep and its model."""
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from rl_runs import finish, number_lines, timeless_lines, tiny_run
 
+from mbd_core.multitf.step.objective import PolicyObjective
 from mbd_core.rl import loop
 from mbd_core.rl.config import HeldOutConfig, RLRecipe
 from mbd_core.rl.folder import HELD_OUT
@@ -29,6 +31,17 @@ def rising(monkeypatch: pytest.MonkeyPatch) -> None:
         return {"iteration": version, "tau_m2t": threshold, "accuracy": version / 10, "tpf": 2.0}
 
     monkeypatch.setattr(loop, "front_line", front_line)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "trapezoid"])
+def test_the_learning_rate_falls_over_all_updates_of_all_iterations(
+    tiny_model_dir: Path, schedule: Literal["linear", "cosine", "trapezoid"]
+) -> None:
+    recipe = tiny_run(tiny_model_dir, iterations=6)
+    train, objective = replace(recipe.train, schedule=schedule), PolicyObjective(kind="clipped", passes=3)
+    train = replace(recipe, train=train, objective=objective).train
+    rates = [train.lr_at(step) for step in range(6 * 3)]
+    assert min(rates[:-1]) > 0 and rates[12] > rates[15] > rates[17] >= 0
 
 
 def swept_after(run: Path) -> list[int]:
