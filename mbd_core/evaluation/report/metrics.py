@@ -199,8 +199,9 @@ def metric_table() -> Table:
     return Table(
         title="What the numbers are",
         lead=(
-            "An average over tasks is their mean. The interval of an average accuracy combines the tasks' intervals "
-            "as if the tasks were independent; tasks of the same problems (HumanEval and HumanEval+) are not. "
+            "An average over tasks is their mean; a method that lacks a task has none. The interval of an average "
+            "accuracy combines the tasks' intervals as if the tasks were independent; tasks of the same problems "
+            "(HumanEval and HumanEval+) are not. "
             "docs/reference/evaluation.md of the project has more.",
         ),
         columns=("Metric", "Unit", "Better", "Is"),

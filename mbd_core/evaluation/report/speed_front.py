@@ -14,7 +14,7 @@ def front_of(report: Mapping[str, Any], *, model: str | None = None, tasks: Sequ
     """The front of a model over tasks of a sweep: by default its only model, and all its tasks.
 
     A configuration's accuracy and tokens per forward are their means over the tasks. Raises `ValueError` for a model
-    or task that the sweep lacks.
+    or task that the sweep lacks, for a task without tokens per forward, and for a configuration that lacks a task.
     """
     rows = report["rows"]
     models = list(dict.fromkeys(row["model"] for row in rows))
@@ -29,18 +29,28 @@ def front_of(report: Mapping[str, Any], *, model: str | None = None, tasks: Sequ
     if unknown_task is not None:
         raise ValueError(f"the sweep has no task '{unknown_task}' of {model}; it has: {', '.join(known_tasks)}")
     chosen_tasks = list(tasks) or known_tasks
-    if any(row["tpf"] is None for row in rows):
-        raise ValueError(f"{model} was asked at an endpoint that does not say its forwards: it has no front")
+    rows = [row for row in rows if row["task"] in chosen_tasks]
+    if (row := next((row for row in rows if row["tpf"] is None), None)) is not None:
+        raise ValueError(
+            f"{model} has no tokens per forward on {row['task']} by method '{row['method']}', and so no front: an "
+            "endpoint does not say its forwards, and a log-likelihood decodes nothing; choose other tasks with --tasks"
+        )
     by_config: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
-        if row["task"] in chosen_tasks:
-            by_config.setdefault(json.dumps(row["config"], sort_keys=True), []).append(row)
+        by_config.setdefault(json.dumps(row["config"], sort_keys=True), []).append(row)
     points = []
     for group in by_config.values():
         task_rows = list({row["task"]: row for row in group}.values())  # two methods may have one configuration
+        if len(task_rows) < len(set(chosen_tasks)):
+            lacking = next(task for task in chosen_tasks if task not in {row["task"] for row in task_rows})
+            raise ValueError(
+                f"points are compared on the same tasks, and {lacking} lacks a configuration that "
+                f"{task_rows[0]['task']} has, of method '{group[0]['method']}'; sweep it there, or choose one of the "
+                "tasks with --tasks"
+            )
         means = {name: sum(row[name] for row in task_rows) / len(task_rows) for name in ("accuracy", "tpf")}
         points.append(SpeedPoint(decoding=task_rows[0]["config"], **means))
-    num_samples = sum({row["task"]: row["n"] for row in rows if row["task"] in chosen_tasks}.values())
+    num_samples = sum({row["task"]: row["n"] for row in rows}.values())
     return SpeedFront(points=pareto_points(points), tasks=tuple(chosen_tasks), num_samples=num_samples)
 
 

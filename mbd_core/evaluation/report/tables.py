@@ -39,9 +39,11 @@ def best_table(
     heads += [f"{metric.name} [95 %] {metric.better}" for metric in areas]
     table_rows: list[Sequence[Cell]] = []
     configurations: list[str] = []
-    for model, block_size in dict.fromkeys((row.key.model, row.config.get("block_size")) for row in rows):
-        blocks = "an endpoint" if block_size is None else f"blksz={block_size}"
-        table_rows.append([f"{model} ({blocks})"])
+    tasks_of_areas = {task for area in aup_means for task in area.tasks}
+    for model in dict.fromkeys(row.key.model for row in rows):
+        sizes = dict.fromkeys(row.config.get("block_size") for row in rows if row.key.model == model)
+        blocks = ["an endpoint" if size is None else f"blksz={size}" for size in sizes]
+        table_rows.append([f"{model} ({', '.join(blocks)})"])
         for method in dict.fromkeys(row.key.method for row in rows if row.key.model == model):
             best = {
                 task: best_row(of_task)
@@ -51,9 +53,11 @@ def best_table(
             cells = [cell for task in labels for cell in _pair(best.get(task))]
             if len(labels) > 1:
                 summaries = [row.summary for row in best.values()]
-                cells += [_mean_accuracy_text(summaries), _mean_tpf_text(summaries)]
+                has_all = len(best) == len(labels)
+                cells += [_mean_accuracy_text(summaries), _mean_tpf_text(summaries)] if has_all else [None, None]
             aup = next((area for area in aup_means if (area.model, area.method) == (model, method)), None)
-            cells += [None, None] if aup is None else [aup.eq41.text(), aup.d3llm.text()]
+            has_all = aup is not None and tasks_of_areas <= {*aup.tasks}
+            cells += [aup.eq41.text(), aup.d3llm.text()] if aup is not None and has_all else [None, None]
             table_rows.append([method, *cells])
             varied = "; ".join(f"{labels[task]}: {row.varied or 'the only one'}" for task, row in best.items())
             configurations.append(f"{model}, {method}: {varied}")

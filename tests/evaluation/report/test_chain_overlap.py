@@ -36,5 +36,5 @@ def test_the_accuracy_is_split_by_whether_the_chain_was_trained(tmp_path: Path) 
     ]
     write_rows(tmp_path, samples)
     (tmp_path / "report.json").write_text(json.dumps({"settings": {"seed": 0, "tasks": {"gsm-mini": {"n": 3}}}}))
-    table = markdown([overlap_table([tmp_path], {chain(problems[0]["answer"])})]).splitlines()
+    table = markdown([overlap_table([tmp_path] * 2, {chain(problems[0]["answer"])})]).splitlines()
     assert table[2:] == ["| m | MBD | 0.9 | unseen | 2 | 50.00 |", "| m | MBD | 0.9 | in training | 1 | 100.00 |"]

@@ -71,6 +71,20 @@ def test_several_tasks_are_their_means_and_one_configuration_counts_once() -> No
     assert (alone.tasks, alone.points[0].accuracy) == (("gsm-mini",), 90)
 
 
+def test_points_are_of_the_same_tasks() -> None:
+    rows = [*map(row, MEASURED), row(0.9, "code-mini", accuracy=10.0)]
+    with pytest.raises(ValueError, match=r"code-mini lacks a configuration that gsm-mini has.* --tasks"):
+        front_of({"rows": rows})
+    assert front_of({"rows": rows}, tasks=["gsm-mini"]).points == front_of({"rows": rows[:-1]}).points
+
+
+def test_a_task_without_forwards_does_not_hide_the_front_of_another() -> None:
+    rows = [*map(row, MEASURED), row(0.9, "harness:arc", method="log-likelihood", tpf=None)]
+    assert front_of({"rows": rows}, tasks=["gsm-mini"]).tasks == ("gsm-mini",)
+    with pytest.raises(ValueError, match=r"on harness:arc by method 'log-likelihood'.* --tasks"):
+        front_of({"rows": rows})
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [

@@ -92,7 +92,11 @@ def test_sides_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
     folders.append(sweep(tmp_path / "semi", "x", {"a": True}, tau_semi=0.5))
     with pytest.raises(ValueError, match="tau_semi"):
         load_answers(folders, model="x", **SETTING)
-    del folders[-1]
+    folders[-1] = sweep(tmp_path / "other", "x", {"a": False})
+    with pytest.raises(ValueError, match=r"other and an earlier folder have different answers of x to a"):
+        load_answers(folders, model="x", **SETTING)
+    folders[-1] = folders[0]
+    assert len(load_answers(folders, model="x", **SETTING)) == 1
     with pytest.raises(ValueError):
         pair_answers(*(load_answers(folders, model=model, **SETTING) for model in ("x", "y")))
 

@@ -10,7 +10,7 @@ from mbd_core.evaluation.report.studies.seeds import seed_table
 from mbd_core.tables import markdown
 
 
-def sweep(folder: Path, accuracies: dict[float, float]) -> Path:
+def sweep(folder: Path, accuracies: dict[float, float], *, seed: int) -> Path:
     """A sweep's report with a row for each threshold."""
     rows = [
         {
@@ -26,12 +26,12 @@ def sweep(folder: Path, accuracies: dict[float, float]) -> Path:
         for tau, accuracy in accuracies.items()
     ]
     folder.mkdir()
-    (folder / "report.json").write_text(json.dumps({"rows": rows}))
+    (folder / "report.json").write_text(json.dumps({"rows": rows, "settings": {"seed": seed}}))
     return folder
 
 
 def test_the_table_has_mean_and_standard_error_of_every_configuration(tmp_path: Path) -> None:
-    folders = [sweep(tmp_path / f"seed-{n}", {0.7: 90.0 + n, 0.9: 95.0 + 2 * n}) for n in range(3)]
+    folders = [sweep(tmp_path / f"seed-{n}", {0.7: 90.0 + n, 0.9: 95.0 + 2 * n}, seed=n) for n in range(3)]
     assert markdown([seed_table(folders)]).splitlines()[2:] == [
         "| m | MBD | gsm-mini | tau_m2t=0.7 | 150 | 91.00 ± 0.58 | 2.00 ± 0.00 | 5.00 ± 0.00 |",
         "| m | MBD | gsm-mini | tau_m2t=0.9 | 150 | 97.00 ± 1.15 | 2.00 ± 0.00 | 5.00 ± 0.00 |",
@@ -39,17 +39,25 @@ def test_the_table_has_mean_and_standard_error_of_every_configuration(tmp_path: 
 
 
 def test_sweeps_that_make_no_table_are_refused(tmp_path: Path) -> None:
-    one, other = sweep(tmp_path / "a", {0.7: 1.0, 0.9: 2.0}), sweep(tmp_path / "b", {0.7: 1.0, 0.8: 2.0})
+    one = sweep(tmp_path / "a", {0.7: 1.0, 0.9: 2.0}, seed=0)
+    other = sweep(tmp_path / "b", {0.7: 1.0, 0.8: 2.0}, seed=1)
     with pytest.raises(ValueError):
         seed_table([one])
     with pytest.raises(ValueError, match="1 of 2 sweeps"):
         seed_table([one, other])
     with pytest.raises(ValueError, match=r"report.json"):
         seed_table([one, tmp_path])
+    again = sweep(tmp_path / "c", {0.7: 1.0, 0.9: 2.0}, seed=0)
+    for folder in (one, again):
+        with pytest.raises(ValueError, match=rf"{one} and {folder} are both of seed 0"):
+            seed_table([one, folder])
+    single = [sweep(tmp_path / f"tau-{tau}", {tau: 1.0}, seed=seed) for seed, tau in enumerate((0.7, 0.9))]
+    with pytest.raises(ValueError, match=r"tau_m2t=0.7 is in 1 of 2 sweeps"):
+        seed_table(single)
 
 
 def test_the_command_prints_the_table_or_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folders = [sweep(tmp_path / name, {0.7: 90.0}) for name in ("a", "b")]
+    folders = [sweep(tmp_path / name, {0.7: 90.0}, seed=seed) for seed, name in enumerate(("a", "b"))]
     rows = tmp_path / "rows.json"
     assert main(["seeds", *map(str, folders), "--json", str(rows)]) == 0
     table = seed_table(folders)

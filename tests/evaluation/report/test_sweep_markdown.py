@@ -92,6 +92,25 @@ def test_no_prompt_s_fence_or_markup_reaches_beyond_its_setting() -> None:
     assert len(text.splitlines()) == len(plain.splitlines())
 
 
+def test_an_average_is_of_all_tasks_or_missing() -> None:
+    samples = {key: own for key, own in report_samples().items() if (key.method, key.task) != ("SingleBD", "b")}
+    rows = build_rows(samples)
+    aups, means = with_intervals(build_aup(rows), samples)
+    numbers = SweepNumbers(rows=rows, aups=aups, aup_means=means, labels={"a": "A", "b": "B"}, settings={})
+    single, mbd = (row for row in report_tables(numbers)[0].rows if len(row) > 1)
+    assert list(single[:3]) == ["SingleBD", "100.00 [51.0, 100.0]", "2.00"] and set(single[3:]) == {None}
+    assert None not in mbd
+
+
+def test_a_model_of_several_block_sizes_has_each_row_once() -> None:
+    samples = report_samples()
+    for key in [key for key in samples if "0.7" in key.config]:
+        samples[replace(key, config=key.config.replace('"block_size": 8', '"block_size": 4'))] = samples.pop(key)
+    rows = build_rows(samples)
+    (best, *_) = report_tables(SweepNumbers(rows=rows, aups=build_aup(rows), labels={"a": "A", "b": "B"}, settings={}))
+    assert [row[0] for row in best.rows] == ["bd (blksz=8)", "SingleBD", "mbd (blksz=8, blksz=4)", "MBD"]
+
+
 def test_one_task_has_no_average() -> None:
     rows = [row for row in report_rows() if row.key.task == "a"]
     (best, *_) = report_tables(SweepNumbers(rows=rows, aups=build_aup(rows), labels={"a": "A"}, settings={}))

@@ -56,7 +56,8 @@ def test_what_is_reported_played_no_part_in_the_choice() -> None:
     point = choose_best(samples, [], model="m", by="accuracy")
     assert (point.best.config["tau_m2t"], point.best.accuracy) == (0.9, 100)
     assert point.record["tasks"]["a"]["accuracy"] == 0.0 and point.record["tasks"]["a"]["n"] == len(OTHER)
-    assert f"on the other {len(OTHER)} problems: accuracy 0.00 [0.0, " in point.text
+    assert f"on {len(OTHER)} answers to the other problems: accuracy 0.00 [0.0, " in point.text
+    assert f"chosen on {len(CHOICE)} answers: " in point.text
     assert '"t2t"' not in point.text
     turned = {k: [s for s in graded if is_for_choice(s.problem)] for k, graded in samples.items()}
     with pytest.raises(ValueError):

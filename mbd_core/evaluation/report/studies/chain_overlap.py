@@ -37,10 +37,11 @@ def training_chains(streams: Collection[tuple[int, int]]) -> set[Chain]:
 def overlap_table(folders: Sequence[Path], training: Collection[Chain]) -> Table:
     """Accuracy by model, method, threshold and whether the chain is in `training`.
 
-    `folders` are sweeps on gsm-mini's test split, whose problems are generated again.
+    `folders` are sweeps on gsm-mini's test split, whose problems are generated again; a folder that is named twice
+    counts once.
     """
     correct: dict[tuple[str, str, float, bool], list[bool]] = defaultdict(list)
-    for folder in folders:
+    for folder in dict.fromkeys(path.resolve() for path in folders):
         settings = read_report(folder)["settings"]
         problems = itertools.islice(
             gsm_mini.generate(split="test", seed=settings["seed"]), settings["tasks"]["gsm-mini"]["n"]

@@ -57,8 +57,8 @@ class PairedAnswers:
 def load_answers(
     folders: Sequence[Path], *, model: str, task: str, tau_m2t: float, buffer_size: int
 ) -> SharedProblems:
-    """The answers of one model and configuration. Raises `ValueError` if there are none, or if they are of several
-    configurations or methods."""
+    """The answers of one model and configuration. Raises `ValueError` if there are none, if they are of several
+    configurations or methods, or if two folders have different answers to one problem."""
     answers: dict[tuple[Any, ...], GradedAnswer] = {}
     variants: set[tuple[str, str]] = set()
     for folder in folders:
@@ -68,7 +68,11 @@ def load_answers(
             if setting == (model, task, tau_m2t, buffer_size):
                 answer = GradedAnswer(bool(row["correct"]), row["num_tokens"] or 0, row["num_forwards"] or 0)
                 draw = () if row.get("draw") is None else (row["draw"],)
-                answers[(row["seed"], row["problem_id"], *draw)] = answer
+                if answers.setdefault((row["seed"], row["problem_id"], *draw), answer) != answer:
+                    raise ValueError(
+                        f"{folder} and an earlier folder have different answers of {model} to {row['problem_id']} "
+                        f"under seed {row['seed']}; give one sweep of them"
+                    )
                 variants.add((row["method"], row["config"]))
     if len(variants) > 1:
         names = "; ".join(f"{method} {config}" for method, config in sorted(variants))

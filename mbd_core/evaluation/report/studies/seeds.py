@@ -14,14 +14,17 @@ RowKey = tuple[str, str, str, str]
 
 
 def seed_table(folders: Sequence[Path]) -> Table:
-    """Each configuration over the sweeps. Raises `ValueError` for fewer than two sweeps, and for a
-    configuration that a sweep lacks."""
+    """Each configuration over the sweeps. Raises `ValueError` for fewer than two sweeps, for two sweeps of one seed,
+    and for a configuration that a sweep lacks."""
     if len(folders) < 2:
         raise ValueError("a standard error over seeds needs at least two sweeps")
+    reports = [read_report(folder) for folder in folders]
+    _check_seeds(folders, [report["settings"] for report in reports])
+    varied = varied_names([row["config"] for report in reports for row in report["rows"]])
     by_key: dict[RowKey, list[dict[str, Any]]] = defaultdict(list)
-    for folder in folders:
-        for key, row in _rows_by_key(folder).items():
-            by_key[key].append(row)
+    for report in reports:
+        for row in report["rows"]:
+            by_key[row["model"], row["method"], row["task"], settings_text(row["config"], varied)].append(row)
     metrics = (ACCURACY, TPF, NFE)
     table_rows: list[Sequence[Cell]] = []
     for key, rows in by_key.items():
@@ -33,11 +36,18 @@ def seed_table(folders: Sequence[Path]) -> Table:
     return Table(columns=heads, rows=table_rows)
 
 
-def _rows_by_key(folder: Path) -> dict[RowKey, dict[str, Any]]:
-    """A report's rows by model, method, task and the settings in which its configurations differ."""
-    rows = read_report(folder)["rows"]
-    varied = varied_names([row["config"] for row in rows])
-    return {(row["model"], row["method"], row["task"], settings_text(row["config"], varied)): row for row in rows}
+def _check_seeds(folders: Sequence[Path], settings: Sequence[Mapping[str, Any]]) -> None:
+    """Raise `ValueError` if two reports have a sweep of one seed. A joined report has the settings of several
+    sweeps."""
+    folder_of: dict[int, Path] = {}
+    for folder, of_report in zip(folders, settings, strict=True):
+        sweeps = [of_report, *(value for value in of_report.values() if isinstance(value, Mapping))]
+        for seed in {sweep["seed"] for sweep in sweeps if "seed" in sweep}:
+            if seed in folder_of:
+                raise ValueError(
+                    f"{folder_of[seed]} and {folder} are both of seed {seed}; give one sweep of each seed"
+                )
+            folder_of[seed] = folder
 
 
 def varied_names(configs: Sequence[Mapping[str, Any]]) -> list[str]:

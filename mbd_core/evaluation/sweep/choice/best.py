@@ -76,12 +76,12 @@ class BestPoint:
         lines.append(f"- its decoding: {json.dumps(decoding_fields(best.config))}")
         speed = "" if best.tps is None else f", Batch-1 TPS {best.tps:.1f}"
         lines.append(
-            f"- chosen on {sum(s.n for s in best.chosen_on.values())} problems: accuracy {best.accuracy:.2f}, TPF "
+            f"- chosen on {sum(s.n for s in best.chosen_on.values())} answers: accuracy {best.accuracy:.2f}, TPF "
             f"{best.tpf:.2f}{speed}; the choice was made by these numbers, which biases them upwards"
         )
         for task, s in best.reported_on.items():
             lines.append(
-                f"- {task}, on the other {s.n} problems: accuracy {s.accuracy:.2f} [{s.accuracy_low:.1f}, "
+                f"- {task}, on {s.n} answers to the other problems: accuracy {s.accuracy:.2f} [{s.accuracy_low:.1f}, "
                 f"{s.accuracy_high:.1f}], TPF {s.tpf:.2f}"
             )
         return "\n".join(lines)
