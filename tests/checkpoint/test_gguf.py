@@ -89,6 +89,15 @@ def test_what_cannot_be_read_is_refused_in_a_sentence(tmp_path: Path, monkeypatc
     assert "damaged" in refusal(cut)
     cut.write_bytes(b"not a GGUF at all, but some text")
     assert "damaged" in refusal(cut)
+    changed = tmp_path / "changed.gguf"
+    for changes, sentence in (
+        ({"dropped": "blk.1.ffn_up.weight"}, "lacks the tensor blk.1.ffn_up.weight; download"),
+        ({"more": {"blk.0.attn_output.bias": torch.zeros(32)}}, "has the tensor blk.0.attn_output.bias, for which"),
+        ({"fields": {"split.count": 2}}, "is one of the 2 parts of a model; join them first"),
+        ({"fields": {"qwen2.rope.dimension_count": 4}}, "rotates a part of each head"),
+    ):
+        assert sentence in refusal(write_gguf(changed, base, "qwen2", **changes))
+        changed.unlink()
     assert "'gemma2'; known: llama" in refusal(write_gguf(tmp_path / "other.gguf", base, "gemma2"))
     write_gguf(tmp_path / "files" / "more.gguf", base, "qwen2")
     assert "name one of them: model.gguf, more.gguf" in refusal(tmp_path / "files")

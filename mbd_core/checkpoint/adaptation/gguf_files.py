@@ -5,7 +5,7 @@ bfloat16.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,13 +48,14 @@ def folder_of_gguf(file: Path) -> Path:
 def write_gguf_folder(file: Path, target: Path, *, extra: Mapping[str, str] | None = None) -> None:
     """Writes the model of a GGUF file as the folder `target`; `extra` adds small text files (name -> content).
 
-    Raises `ValueError` for a file that is damaged or of another architecture, and for settings that transformers'
-    reader drops: scaled rotary frequencies, a sliding window, experts. No partial target remains.
+    Raises `ValueError` for a file that is damaged or of another architecture, for settings that transformers' reader
+    drops (scaled rotary frequencies, a sliding window, experts), and for tensors that are missing, which it would
+    invent, or that it would drop. No partial target remains.
     """
     import torch
 
     check_target_folder(target, MODEL_KIND)
-    values, dtype = _check(file)
+    values, tensors, dtype = _check(file)
     architecture = values["general.architecture"]
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -69,6 +70,12 @@ def write_gguf_folder(file: Path, target: Path, *, extra: Mapping[str, str] | No
         text = " ".join(str(error).split())
         raise ValueError(f"{file}, a {architecture}, cannot be read by transformers: {text}") from None
     names = dict(model.named_parameters())  # a tied head is there once
+    _check_tensors(file, architecture, tensors, names, config.num_hidden_layers)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if values.get(f"{architecture}.rope.dimension_count", head_dim) != head_dim:
+        raise ValueError(
+            f"{file} rotates a part of each head, which a GGUF's reader drops; take the model's safetensors"
+        )
     check_room(target, sum(tensor.nbytes for tensor in names.values()))
     roles = ("bos_token_id", "eos_token_id", "pad_token_id")
     settings = {
@@ -94,8 +101,27 @@ def write_gguf_folder(file: Path, target: Path, *, extra: Mapping[str, str] | No
             raise ValueError(f"{file} is no model that can be run here: {error}") from None
 
 
-def _check(file: Path) -> tuple[dict[str, Any], Any]:
-    """A GGUF file's settings without its tokenizer, and the dtype in which its weights are written."""
+def _check_tensors(
+    file: Path, architecture: str, tensors: set[str], parameters: Iterable[str], num_layers: int
+) -> None:
+    """Raises `ValueError` naming a tensor unless a file has exactly the tensors of a model's parameters."""
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    kind = next(kind for kind, name in MODEL_ARCH_NAMES.items() if name == architecture)
+    theirs = get_tensor_name_map(kind, num_layers)
+    pairs = (name.rpartition(".") for name in parameters)
+    wanted = {f"{theirs.get_name(module)}.{leaf}" for module, _, leaf in pairs}
+    if wanted - tensors:
+        raise ValueError(f"{file} lacks the tensor {min(wanted - tensors)}; download the whole model")
+    if tensors - wanted:
+        raise ValueError(
+            f"{file} has the tensor {min(tensors - wanted)}, for which a {architecture} here has no place; take the "
+            "model's safetensors"
+        )
+
+
+def _check(file: Path) -> tuple[dict[str, Any], set[str], Any]:
+    """A GGUF file's settings without its tokenizer, its tensors' names, and the dtype of the weights to write."""
     import torch
 
     try:
@@ -112,6 +138,10 @@ def _check(file: Path) -> tuple[dict[str, Any], Any]:
     architecture = values.get("general.architecture")
     if architecture not in ARCHITECTURES:
         raise ValueError(f"{file} is a GGUF of architecture {architecture!r}; known: {', '.join(ARCHITECTURES)}")
+    if values.get("split.count", 1) > 1:
+        raise ValueError(
+            f"{file} is one of the {values['split.count']} parts of a model; join them first: llama-gguf-split --merge"
+        )
     dropped = {
         "scaled rotary frequencies": values.get(f"{architecture}.rope.scaling.type", "none") != "none"
         or "rope_freqs.weight" in names,
@@ -122,4 +152,4 @@ def _check(file: Path) -> tuple[dict[str, Any], Any]:
         if is_there:
             raise ValueError(f"{file} has {what}, which a GGUF does not carry whole; take the model's safetensors")
     kept = {GGMLQuantizationType.F32: torch.float32, GGMLQuantizationType.F16: torch.float16}
-    return values, kept.get(next(iter(kinds)), torch.bfloat16) if len(kinds) == 1 else torch.bfloat16
+    return values, names, kept.get(next(iter(kinds)), torch.bfloat16) if len(kinds) == 1 else torch.bfloat16

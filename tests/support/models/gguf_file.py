@@ -1,7 +1,9 @@
 """A GGUF file of a folder that transformers wrote, with llama.cpp's names and order of rotary channels."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,8 +26,18 @@ NAMES = {
 }
 
 
-def write_gguf(path: Path, folder: Path, architecture: str, *, name: str = "tiny", q8: bool = False) -> Path:
-    """The weights in float32, or the matrices in Q8_0."""
+def write_gguf(
+    path: Path,
+    folder: Path,
+    architecture: str,
+    *,
+    name: str = "tiny",
+    q8: bool = False,
+    fields: Mapping[str, int] = MappingProxyType({}),
+    dropped: str | None = None,
+    more: Mapping[str, Tensor] = MappingProxyType({}),
+) -> Path:
+    """The weights in float32, or the matrices in Q8_0; with other fields, without one tensor, with more tensors."""
     import gguf
     from transformers import PreTrainedTokenizerFast
 
@@ -47,6 +59,10 @@ def write_gguf(path: Path, folder: Path, architecture: str, *, name: str = "tiny
     writer.add_key_length(head_dim)
     writer.add_vocab_size(config["vocab_size"])
     _add_tokenizer(writer, tokenizer, config["vocab_size"])
+    for key, value in fields.items():
+        writer.add_uint32(key, value)
+    for key, tensor in more.items():
+        writer.add_tensor(key, tensor.numpy())
     weights = HfFolder(folder)
     for theirs in weights.tensors:
         tensor = weights.read(theirs).float()
@@ -59,7 +75,8 @@ def write_gguf(path: Path, folder: Path, architecture: str, *, name: str = "tiny
         if q8 and tensor.ndim > 1:
             kind = gguf.GGMLQuantizationType.Q8_0
             values = gguf.quants.quantize(values, kind)
-        writer.add_tensor(_name(theirs), values, raw_dtype=kind)
+        if _name(theirs) != dropped:
+            writer.add_tensor(_name(theirs), values, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
