@@ -192,7 +192,7 @@ def _read_rope(config: Json) -> tuple[dict[str, Any], RopeScaling | None]:
     """`config` under the keys of older files, and the scaling of rotary frequencies.
 
     Values of transformers 5's `rope_parameters` move to the older keys. The scaling comes from there or from the older
-    `rope_scaling`; both must agree.
+    `rope_scaling`. Values that stand in two places must agree.
     """
     objects = {name: config[name] for name in ("rope_scaling", "rope_parameters") if config.get(name) is not None}
     for name, rope in objects.items():
@@ -202,10 +202,16 @@ def _read_rope(config: Json) -> tuple[dict[str, Any], RopeScaling | None]:
     if any(scaling != scalings[0] for scaling in scalings):
         raise ValueError("config.json has a rope_scaling that is not that of its rope_parameters; remove one of them")
     flat, scaling = dict(config), scalings[0] if scalings else None
-    for rope in objects.values():
+    for name, rope in objects.items():
         for key in ("rope_theta", "partial_rotary_factor"):
-            if key in rope and flat.get(key) is None:
-                flat[key] = rope[key]
+            if rope.get(key) is None:
+                continue
+            if flat.get(key) not in (None, rope[key]):
+                raise ValueError(
+                    f"config.json has {key}={flat[key]!r}, and {rope[key]!r} in {name}; remove the value that is not "
+                    "the model's"
+                )
+            flat[key] = rope[key]
     if hasattr(scaling, TRAINED_LENGTH):
         flat.pop(TRAINED_LENGTH, None)
     return flat, scaling

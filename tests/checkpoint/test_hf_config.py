@@ -86,6 +86,8 @@ def test_a_value_of_another_type_is_named(config: ModelConfig) -> None:
             {"quantization_config": {"quant_method": "gptq", "weight_block_size": [128, 128]}},
             r"with quant_method='gptq' and weight_block_size=\[128, 128\]; only fp8 with two block sizes is read",
         ),
+        ({"rope_parameters": {"rope_theta": 5e5}}, "rope_theta=10000.0, and 500000.0 in rope_parameters; remove"),
+        ({"rope_scaling": {"partial_rotary_factor": 1}}, "partial_rotary_factor=0.5, and 1 in rope_scaling; remove"),
         ({"rope_parameters": [1]}, r"rope_parameters=\[1\]; it must be an object"),
         ({"rotary_dim": "4"}, "rotary_dim='4'; it must be a whole number"),
         ({"partial_rotary_factor": True}, "partial_rotary_factor=True; it must be a number above 0"),
