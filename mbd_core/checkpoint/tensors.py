@@ -7,14 +7,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from mbd_core.checkpoint.families import FAMILIES
 from mbd_core.checkpoint.model_family import ExpertLayout
-from mbd_core.checkpoint.safetensor_files import TensorInfo
+from mbd_core.checkpoint.safetensor_files import METADATA, LastFile, TensorInfo, matrix_slice, open_file
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig
 
 FLOAT32_ALWAYS = ("expert_bias",)  # tensors with these name endings are float32, whatever the checkpoint's dtype
+OF_A_ROTATION = ".rotary_emb."
+"""In the names of buffers that files of older Llamas hold (`inv_freq`); they follow from config.json."""
+NUM_COMPARED = 16  # rows of a head that is stored beside tied embeddings
 TensorShape = tuple[int, ...]
 
 
@@ -87,11 +91,11 @@ def match_tensors(
 ) -> tuple[dict[str, TensorInfo], dict[str, StoredTensor], ExpertLayout]:
     """The checkpoint's tensors to read, the decoder tensors in each of them, and the experts' layout.
 
-    `listed` has all tensors of the files; tensors that the family skips are dropped. Raises `ValueError` naming the
-    file and the tensor if the rest are not exactly the tensors that `config` asks for.
+    `listed` has all tensors of the files; tensors that the family skips, and frequencies of a rotation, are dropped.
+    Raises `ValueError` naming the file and the tensor if the rest are not exactly the tensors that `config` asks for.
     """
     skipped, shapes = FAMILIES[config.architecture].skipped, decoder_shapes(config)
-    infos = {name: info for name, info in listed.items() if not name.startswith(skipped)}
+    infos = {n: info for n, info in listed.items() if not n.startswith(skipped) and OF_A_ROTATION not in n}
     _drop_tied_head(config, infos)
     layout = _detect_layout(config, shapes, infos)
     stored = stored_tensors(config, shapes, layout)
@@ -144,9 +148,35 @@ def _detect_layout(
 
 
 def _drop_tied_head(config: ModelConfig, listed: dict[str, TensorInfo]) -> None:
-    """Removes the lm_head from `listed` if embeddings are tied: some files store the embeddings again under its
-    name."""
-    if config.tie_word_embeddings:
-        untied = replace(config, tie_word_embeddings=False)
-        for name in stored_tensors(untied, {"lm_head.weight": (1, 1)}, "per_expert"):
-            listed.pop(name, None)
+    """Removes the lm_head from `listed` if embeddings are tied: some files store the embeddings again under its name.
+
+    Raises `ValueError` for a head with other values, which would be lost.
+    """
+    if not config.tie_word_embeddings:
+        return
+    untied = replace(config, tie_word_embeddings=False)
+    head_name, own_name = (
+        next(iter(stored_tensors(untied, {name: (1, 1)}, "per_expert")))
+        for name in ("lm_head.weight", "model.embed_tokens.weight")
+    )
+    head, embeddings = listed.pop(head_name, None), listed.get(own_name)
+    if head is None or embeddings is None or head.path.name == METADATA:
+        return
+    if head.shape != embeddings.shape or not _are_alike(_rows(head_name, head), _rows(own_name, embeddings)):
+        raise ValueError(
+            f"{head.path}: tensor '{head_name}' has other values than '{own_name}', and config.json has "
+            "tie_word_embeddings=true; make it false, or remove the tensor if the model has no head of its own"
+        )
+
+
+def _rows(name: str, info: TensorInfo) -> Tensor:
+    """A few rows of a matrix in a safetensors file, evenly spread."""
+    numbers = {number * (info.shape[0] - 1) // (NUM_COMPARED - 1) for number in range(NUM_COMPARED)}
+    with open_file(info.path) as file, LastFile() as scales:
+        matrix = matrix_slice(file, name, info, scales)
+        return torch.cat([matrix[number : number + 1].float() for number in sorted(numbers)])
+
+
+def _are_alike(first: Tensor, second: Tensor) -> bool:
+    """Whether values are equal, up to the rounding of a narrower dtype."""
+    return bool((first - second).norm() <= 2**-7 * second.norm())

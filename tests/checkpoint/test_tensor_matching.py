@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from family_models import FAMILIES, random_model, rewrite
+from family_models import FAMILIES, SIZES, random_model, rewrite
 from safetensors.torch import load_file, save_file
 
+from mbd_core.checkpoint.folder import read_folder
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.saving import save_model
 from mbd_core.models.model_config import ModelConfig
@@ -34,6 +35,26 @@ def test_wrong_folders_are_named(folder: Path, tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"lacks .*model.safetensors"):
         load_model(folder)
+
+
+def test_frequencies_of_a_rotation_are_no_weights(folder: Path) -> None:
+    weights, model = load_file(folder / "model.safetensors"), load_model(folder)
+    save_file(weights | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, folder / "model.safetensors")
+    assert all(torch.equal(load_model(folder).state_dict()[name], t) for name, t in model.state_dict().items())
+
+
+def test_a_head_beside_tied_embeddings_must_have_their_values(tmp_path: Path) -> None:
+    path = tmp_path / "m" / "model.safetensors"
+    save_model(tmp_path / "m", random_model(ModelConfig(**(SIZES | {"tie_word_embeddings": True}))))
+    weights = load_file(path)
+    embeddings = weights["model.embed_tokens.weight"]
+    for head in (embeddings, embeddings.bfloat16()):
+        save_file(weights | {"lm_head.weight": head.clone()}, path)
+        assert torch.equal(load_model(tmp_path / "m").lm_head.weight, embeddings)
+    for head in (embeddings * 1.1, embeddings[:-1]):
+        save_file(weights | {"lm_head.weight": head.clone()}, path)
+        with pytest.raises(ValueError, match=r"'lm_head.weight' has other values than 'model.embed_.*make it false"):
+            read_folder(tmp_path / "m")
 
 
 @pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
