@@ -82,14 +82,19 @@ def list_tensors(folder: Path) -> dict[str, TensorInfo]:
     """Every tensor of a checkpoint folder by its name without wrappers, file after file. Only headers are read.
 
     Raises `ValueError` naming the file and the tensor if a shard is missing, cut short or damaged, if two shards hold
-    the same tensor, or if a file lacks a tensor of the index.
+    the same tensor, if a file lacks a tensor of the index, or if there is a whole file beside the files of the index.
     """
     file_of = _index(folder)
+    if file_of and WEIGHTS not in file_of.values() and _is_there(folder / WEIGHTS):
+        raise ValueError(
+            f"{folder} has weights twice, in {WEIGHTS} and by {INDEX} in {min(file_of.values())}; remove the "
+            "index and its files, or the other file"
+        )
     tensors: dict[str, TensorInfo] = {}
     fp8: list[str] = []
     for file in sorted(set(file_of.values())) or [WEIGHTS]:
         path = folder / file
-        if not path.exists() and not stub_of(path).exists():
+        if not _is_there(path):
             names = sorted(name for name, where in file_of.items() if where == file)
             holds = f", which holds '{names[0]}' and {len(names) - 1} more tensors" if names else ""
             if not file_of and any(folder.glob("*.safetensors")):
@@ -119,6 +124,11 @@ def list_tensors(folder: Path) -> dict[str, TensorInfo]:
         if without_wrappers(stored_name) not in tensors:
             raise ValueError(f"{folder / file} lacks the tensor '{stored_name}', which {INDEX} says is there")
     return _with_scales(folder, tensors, fp8) if fp8 else tensors
+
+
+def _is_there(path: Path) -> bool:
+    """Whether a file lies in its folder, or stays at its URL."""
+    return path.exists() or stub_of(path).exists()
 
 
 def _with_scales(folder: Path, tensors: dict[str, TensorInfo], fp8: list[str]) -> dict[str, TensorInfo]:

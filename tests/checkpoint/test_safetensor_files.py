@@ -1,6 +1,7 @@
 """Damaged and contradictory weights files are named in one sentence."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -57,6 +58,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "index with a number": (lambda f: change_index(f, x=5), "index.json has the tensor 'x' in 5, which is no file"),
     "index leads away": (lambda f: change_index(f, x="../x"), "has the tensor 'x' in '../x', which is no file"),
     "index with a lost file": (lambda f: change_index(f, x="y.safetensors"), "lacks the weights file y.safetensors"),
+    "a whole file too": (
+        lambda f: shutil.copy(first(f), f / "model.safetensors"),
+        "has weights twice, in model.safetensors and by model.safetensors.index.json in model-00001-of-.*; remove",
+    ),
     "index with a lost tensor": (lambda f: change_index(f, x=first(f).name), "00001-of-.* lacks the tensor 'x'"),
     "empty file": (lambda f: first(f).write_bytes(b""), "00001-of-.* is damaged or cut short in its header"),
     "cut header": (lambda f: first(f).write_bytes(first(f).read_bytes()[:40]), "00001-of-.* in its header"),
