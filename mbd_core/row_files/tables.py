@@ -5,7 +5,7 @@ out, and the rows equal those of JSON lines with the same data.
 """
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pyarrow as pa
@@ -21,10 +21,14 @@ ToJson = Callable[[Any], Any]
 
 
 def table_rows(file: Any, head: bytes) -> Iterator[dict[str, Any]]:
-    """The rows of a table in an unpacked file, whose first bytes are `head`."""
+    """The rows of a table in an unpacked file, whose first bytes are `head`.
+
+    Raises `pa.ArrowInvalid` for a table of which two columns, or two fields of a struct, have one name.
+    """
     if not file.seekable():
         file = io.BytesIO(file.read())
     for batch in _batches(file, head):
+        _check_names("its columns", batch.schema)
         columns = {field.name: convert for field in batch.schema if (convert := _conversion(field.type))}
         for start in range(0, len(batch), ROWS_AT_ONCE):
             for row in batch.slice(start, ROWS_AT_ONCE).to_pylist():
@@ -43,9 +47,17 @@ def _batches(file: Any, head: bytes) -> Iterator[pa.RecordBatch]:
         yield from pa.ipc.open_stream(file)
 
 
+def _check_names(what: str, fields: Iterable[pa.Field]) -> None:
+    """Raises `pa.ArrowInvalid` if a name stands twice: a row as an object would keep one of the values."""
+    names = [field.name for field in fields]
+    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise pa.ArrowInvalid(f"{what} have the name {twice[0]!r} twice; rename one of them")
+
+
 def _conversion(kind: pa.DataType) -> ToJson | None:
     """The function from a value of this Arrow type to the value that JSON has for it; `None` if both are the same."""
     if pa.types.is_struct(kind):
+        _check_names("fields of one of its structs", kind)
         fields = {field.name: _conversion(field.type) for field in kind}
         return lambda value: (
             value

@@ -61,6 +61,17 @@ def test_a_file_s_content_decides_its_format(tmp_path: Path, name: str, content:
     assert questions(tmp_path / name) == ["0 + 1?", "1 + 1?", "2 + 1?"]
 
 
+def test_a_name_that_stands_twice_in_a_table_is_refused(tmp_path: Path) -> None:
+    question, answer = pa.array(["1 + 1?"]), pa.array(["2"])
+    two_columns = pa.Table.from_arrays([question, answer, answer], ["question", "answer", "answer"])
+    struct = pa.StructArray.from_arrays([question, answer], ["text", "text"])
+    for table, named in ((two_columns, "columns have the name 'answer'"), (pa.table({"a": struct}), "'text' twice")):
+        with pa.OSFile(str(tmp_path / "rows.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
+        with pytest.raises(ValueError, match=f"rows.arrow cannot be read: .*{named}"):
+            questions(tmp_path / "rows.arrow")
+
+
 def test_parquet_is_read_whatever_its_name(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "test-00000-of-00001.parquet")
     assert questions(path) == questions(f"file://{path}") == questions(path.rename(tmp_path / "rows"))
