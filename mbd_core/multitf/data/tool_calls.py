@@ -121,6 +121,8 @@ def read_call(call: Any, number: int) -> dict[str, Any]:
     for field, value in {**whole, **function}.items():
         if field not in CALL_FIELDS and value is not None:
             raise ValueError(f"its message {number} has a call with the field {field!r}, which is not read; remove it")
+    if not isinstance(whole.get("id"), str | int | None):
+        raise ValueError(f"its message {number} has a call whose 'id' is no text, but {whole['id']!r}")
     if whole.get("type") not in (None, "function"):
         raise ValueError(f"its message {number} has a call of the type {whole['type']!r}; only functions are called")
     _check_json(arguments, f"its message {number} has a call whose arguments")

@@ -88,6 +88,8 @@ class TurnReader:
         if (call_id := fields.get("tool_call_id")) not in (None, ""):
             if role != "tool":
                 raise ValueError(f"its message {number} has a 'tool_call_id', which only a result of a call has")
+            if not isinstance(call_id, str | int):
+                raise ValueError(f"its message {number} has a 'tool_call_id' that is no text, but {call_id!r}")
             message["tool_call_id"] = call_id
         message |= self._reasoning(fields, number, role)
         is_trained = self._flag(fields, number, role, notes)

@@ -147,6 +147,8 @@ def test_tool_turns_and_content_parts_are_what_serving_makes_of_them(tokenizer: 
         ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "text parts"),
         ({"role": "user", "content": "x", "tool_calls": [CALL]}, "only an assistant"),
         ({"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}, "arguments"),
+        ({"role": "assistant", "content": "", "tool_calls": [CALL | {"id": ["b"]}]}, r"'id' is no text, but \['b'\]"),
+        ({"role": "tool", "content": "", "tool_call_id": {"b": 1}}, "'tool_call_id' that is no text, but {'b': 1}"),
         ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "not valid JSON"),
     ],
 )
