@@ -37,8 +37,11 @@ def load_tokenizer(folder: Path, config: ModelConfig) -> "PreTrainedTokenizerBas
             f"{folder}: config.json says mask_token_id={config.mask_token_id} but the tokenizer's mask token "
             f"{tokenizer.mask_token!r} is {tokenizer.mask_token_id}"
         )
-    if len(tokenizer) > config.vocab_size:
-        raise ValueError(f"{folder}: the tokenizer has {len(tokenizer)} tokens, the model only {config.vocab_size}")
+    highest = max(tokenizer.get_vocab().values(), default=0)
+    if highest >= config.vocab_size:
+        raise ValueError(
+            f"{folder}: the tokenizer has ids up to {highest}, the model only a vocabulary of {config.vocab_size}"
+        )
     _check_templates(folder, tokenizer)
     return tokenizer
 

@@ -42,6 +42,14 @@ def test_tokenizer_that_disagrees_is_refused(folder: Path) -> None:
             load_tokenizer(folder, load_config(folder))
 
 
+def test_an_id_beyond_the_models_vocabulary_is_refused(folder: Path) -> None:
+    whole = json.loads((folder / "tokenizer.json").read_text())
+    whole["model"]["vocab"]["far"] = 4000  # the number of tokens still fits
+    (folder / "tokenizer.json").write_text(json.dumps(whole))
+    with pytest.raises(ValueError, match="the tokenizer has ids up to 4000, the model only a vocabulary of 300"):
+        load_tokenizer(folder, load_config(folder))
+
+
 def test_a_chat_template_that_cannot_be_parsed_is_refused_with_its_line(folder: Path) -> None:
     config, others = load_config(folder), folder / "additional_chat_templates"
     (folder / "chat_template.jinja").write_text("{% for turn in messages %}\n{{ turn.content }\n{% endfor %}")
