@@ -48,17 +48,17 @@ from mbd_core.multitf.step.teaching import Teacher, taught_loss
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One update: loss and accuracy on labels, tokens through the model, and `positions`, which include padding.
+    """One update: loss and accuracy on `labels`, tokens through the model, and `positions`, which include padding.
 
-    `grad_norm` is of all gradients together, before clipping. Tokens, positions, `tflop` and `sums` are this rank's.
-    `tflop` counts the model's operations (`update_flops`) in units of 10^12, `sums` the loss by bucket
-    (`bucket_sums`). Among tensor-parallel workers, which have the same samples, the first worker counts tokens,
-    operations and `sums`.
+    `grad_norm` is of all gradients together, before clipping. The counts and `sums` are this rank's. `tflop` counts
+    the model's operations (`update_flops`) in units of 10^12, `sums` the loss by bucket (`bucket_sums`). Among
+    tensor-parallel workers, which have the same samples, the first worker counts tokens, operations and `sums`.
     """
 
     step: int
     loss: float
     accuracy: float
+    labels: int
     lr: float
     tokens: int
     positions: int
@@ -69,7 +69,7 @@ class StepMetrics:
     def point(self) -> dict[str, float]:
         """The update as a point of a run's curve."""
         numbers = {field.name: getattr(self, field.name) for field in fields(self)}
-        del numbers["sums"], numbers["positions"]
+        del numbers["sums"], numbers["positions"], numbers["labels"]
         return numbers | {"padding": 1.0 - self.tokens / self.positions} | bucket_means(self.sums)
 
 
@@ -262,7 +262,7 @@ class Trainer(Updater):
         """
         loss, measures = self._loss(batch, 1.0)
         accuracy, sums = measures[0], measures[1:]
-        labels = counts_in_accuracy(batch.slot[batch.labels != IGNORE]).sum().to(sums)
+        labels = sums.new_tensor(_num_counted(batch))
         divisor = denominator(batch, self.states.weighting).to(sums)
         return torch.cat([torch.stack([loss.to(sums), divisor, accuracy * labels, labels]), sums])
 
@@ -284,7 +284,7 @@ class Trainer(Updater):
         number, c = self.step_number, self.config
         batch = self.batch(number)
         divisor = self._divisor(batch)
-        loss, accuracy, sums = 0.0, 0.0, [0.0] * (2 * len(BUCKETS))
+        loss, hits, labels, sums = 0.0, 0.0, 0, [0.0] * (2 * len(BUCKETS))
         parts, samples = split_batch(batch, c.micro_batch), self._indices(number)
         for part in parts:
             self._announce(part, samples)
@@ -293,13 +293,15 @@ class Trainer(Updater):
                 part_loss.backward()
             share, part_accuracy, *part_sums = torch.cat([part_loss.detach().double()[None], measures]).tolist()
             loss += share
-            accuracy += part_accuracy * part.num_samples / batch.num_samples
+            part_labels = _num_counted(part)
+            hits, labels = hits + part_accuracy * part_labels, labels + part_labels
             sums = [total + part_sum for total, part_sum in zip(sums, part_sums, strict=True)]
         norm = self._apply()
         tokens, positions, tflop = batch.num_tokens, sum(p.input_ids.numel() for p in parts), self._tflop(batch)
         if not self.counts:
             tokens, positions, tflop, sums = 0, 0, 0.0, [0.0] * len(sums)
-        return StepMetrics(number, loss, accuracy, c.lr_at(number), tokens, positions, norm, tflop, tuple(sums))
+        accuracy, lr = hits / max(1, labels), c.lr_at(number)
+        return StepMetrics(number, loss, accuracy, labels, lr, tokens, positions, norm, tflop, tuple(sums))
 
     def _loss(self, batch: MultiTFBatch, divisor: Tensor | float) -> LossAndSums:
         """The objective of a batch that lies on the CPU."""
@@ -330,6 +332,11 @@ class Trainer(Updater):
         own_divisor = denominator(batch, self.states.weighting).double().to(self.device)
         mean_divisor = own_divisor if self.mean is None else self.mean(own_divisor)
         return mean_divisor if mean_divisor > 0 else torch.ones_like(mean_divisor)
+
+
+def _num_counted(batch: MultiTFBatch) -> int:
+    """The number of labels that a batch's accuracy counts."""
+    return int(counts_in_accuracy(batch.slot[batch.labels != IGNORE]).sum())
 
 
 def checkpoint_layers(model: Decoder) -> None:

@@ -43,18 +43,20 @@ class Workers:
         return total / self.size
 
     def mean_metrics(self, metrics: StepMetrics) -> StepMetrics:
-        """A step's loss and accuracy averaged over the workers and its counts summed, in one exchange."""
+        """A step's loss averaged over the workers, its accuracy over their labels, and its counts summed, in one
+        exchange."""
         if self.size == 1:
             return metrics
         m = metrics
-        numbers = [m.loss, m.accuracy, m.tokens, m.positions, m.tflop, *m.sums]
+        numbers = [m.loss, m.accuracy * m.labels, m.labels, m.tokens, m.positions, m.tflop, *m.sums]
         numbers_here = torch.tensor(numbers, dtype=torch.float64, device=self.device)
-        loss, accuracy, *means = self.mean(numbers_here).tolist()
+        loss, hits, labels, *means = self.mean(numbers_here).tolist()
         tokens, positions, tflop, *sums = (number * self.size for number in means)
         return replace(
             m,
             loss=loss,
-            accuracy=accuracy,
+            accuracy=hits / labels if labels else 0.0,
+            labels=round(labels * self.size),
             tokens=round(tokens),
             positions=round(positions),
             tflop=tflop,

@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,8 @@ from mbd_core.multitf.states.mask import block_causal_mask, dual_stream_mask
 from mbd_core.multitf.states.sample import NoisyStream, build_batch, lay_out, self_denoised
 from mbd_core.multitf.step import loss as losses
 from mbd_core.multitf.step.loss import denominator, distillation_loss, divergence, multitf_loss, roll_out
-from mbd_core.multitf.step.trainer import Trainer, split_batch
+from mbd_core.multitf.step.trainer import StepMetrics, Trainer, split_batch
+from mbd_core.multitf.step.workers import Workers
 from mbd_core.ops.attention.whole import DenseAttention
 
 B = 4
@@ -283,6 +285,31 @@ def test_a_batch_without_a_masked_token_changes_nothing_to_nan() -> None:
             trainer.mean = None
             assert torch.isfinite(torch.tensor(trainer.step().loss))
             assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
+
+
+def test_workers_and_parts_have_the_accuracy_of_the_whole_batch() -> None:
+    """Also if some have no label, whose accuracy of 0 counts nothing. The model's likeliest token is always 0."""
+
+    def updates(world_size: int, micro_batch: int | None) -> list[StepMetrics]:
+        found = trainers("masked_mean", world_size=world_size, micro_batch=micro_batch)
+        for trainer in found:
+            torch.nn.init.zeros_(trainer.model.lm_head.weight)
+            first, *others = trainer.examples
+            trainer.examples = [replace(first, tokens=(*first.tokens[:6], *[0] * 18)), *others]
+        return [trainer.step() for trainer in found]
+
+    def mean_of(found: list[StepMetrics]) -> StepMetrics:
+        sent: list[Tensor] = []
+        cpu = torch.device("cpu")
+        for metrics in found:
+            Workers.mean_metrics(SimpleNamespace(size=4, device=cpu, mean=lambda t: sent.append(t) or t), metrics)
+        total = torch.stack(sent).mean(0)
+        return Workers.mean_metrics(SimpleNamespace(size=4, device=cpu, mean=lambda _: total), found[0])
+
+    (whole,), (parts,), workers = updates(1, None), updates(1, 1), updates(4, None)
+    assert 0 < whole.accuracy < 1 and len({worker.accuracy for worker in workers}) > 1
+    for found in (parts, mean_of(workers)):
+        assert (found.accuracy, found.labels) == (pytest.approx(whole.accuracy), whole.labels)
 
 
 def test_tokens_are_counted_without_padding() -> None:
