@@ -66,6 +66,8 @@ def test_code_mini_rows_in_a_file_are_a_humaneval_file(tmp_path: Path) -> None:
         ("gsm8k", b'{"question": 1, "answer": "#### 2"}', "column 'question' must be text, not int"),
         ("gsm8k", b'{"question": "q", "answer": "two"}', "must end in '#### '"),
         ("gsm8k", b'{"question": "q", "answer": "#### 1.2.3"}', "must end in '#### '"),
+        ("gsm8k", b'{"question": "q", "answer": "#### 1/2"}', "a decimal number, not '1/2'"),
+        ("gsm8k", b'{"question": "q", "answer": "#### 1 000"}', "a decimal number, not '1 000'"),
         ("gsm8k", b'{"question": "\xff", "answer": "#### 1"}', "not UTF-8"),
         ("humaneval", json.dumps({**GOOD_CODE, "entry_point": "f()"}).encode(), "must be a function's name"),
         ("humaneval", json.dumps(GOOD_CODE).encode(), "'x/0' is already on line 1"),
@@ -78,6 +80,13 @@ def test_a_malformed_row_is_named_by_file_line_and_reason(tmp_path: Path, task: 
     with pytest.raises(ValueError, match="line 3") as caught:
         load_problems(find_task(task), data=str(path), limit=1)
     assert reason in str(caught.value)
+
+
+def test_a_solution_s_last_mark_has_its_number(tmp_path: Path) -> None:
+    answers = ["#### 1. Add\n2 + 2 = 4\n#### 4", "#### $1,200.50 a week", "#### 110\nThe answer is: 110", "####7 \n"]
+    data = write_rows(tmp_path / "rows.jsonl", [{"question": "q", "answer": answer} for answer in answers])
+    found = [problem.reference for problem in load_problems(find_task("gsm8k"), data=data).problems]
+    assert found == ["4", "$1,200.50", "110", "7"]
 
 
 def test_files_that_hold_nothing_or_are_not_there(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Tasks whose answer is a number or an expression: GSM8K, MATH, and the generated tasks."""
 
+import re
 from typing import NotRequired, TypedDict
 
 from mbd_core.evaluation.tasks.answers.marked_answers import (
@@ -66,6 +67,9 @@ GENERATED_NUMBER = Grader(rule="strict", judge=_grade_generated, judgements=("st
 EXPRESSION = Grader(rule="math", judge=_grade_expression, judgements=("strict", "flexible"), vote="flexible")
 
 
+_DIGIT = re.compile(r"\d")
+
+
 class NumberRow(TypedDict):
     """A question whose answer ends in `####` and a number."""
 
@@ -85,9 +89,12 @@ class MathRow(TypedDict):
 
 
 def _number_problem(problem_id: str, row: NumberRow) -> Problem:
-    number = strict_number(row["answer"])
-    if number is None or parse_number(number) is None:
-        raise ValueError("column 'answer' must end in '#### ' and a number")
+    _, mark, end = row["answer"].rpartition("####")
+    line = end.strip().partition("\n")[0].strip()
+    number = strict_number(mark + line)
+    # other digits would be lost, as those of 1/2, 10^3, 1 000 and 3:30
+    if number is None or parse_number(number) is None or _DIGIT.search(line.partition(number)[2]):
+        raise ValueError(f"column 'answer' must end in '#### ' and a decimal number, not {line[:40]!r}")
     return Problem(problem_id=problem_id, prompt=row["question"], reference=number)
 
 
