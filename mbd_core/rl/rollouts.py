@@ -117,7 +117,8 @@ class RolloutPlan:
         )
 
     def describe(self) -> str:
-        """The source of the problems, and the source of the held-out problems."""
+        """The source of the problems, and the source of the held-out problems, with the number of held-out problems
+        that the run learns from too."""
         if find_task(self.recipe.rollouts.task).generate is None:
             learned = f"{self.source}, {len(self.problems)} of them, in a new order each time they are through"
         else:
@@ -125,7 +126,11 @@ class RolloutPlan:
         if self.held_out is None:
             return f"problems: {learned}; none are held out"
         sources = {each.problem_set.source for each in self.held_out.tasks}
-        return f"problems: {learned}; held out: {', '.join(sorted(sources))}"
+        prompts = {problem.prompt for problem in self.problems}
+        held_out = [problem.prompt for each in self.held_out.tasks for problem in each.problems]
+        shared = sum(prompt in prompts for prompt in held_out)
+        note = f", of whose {len(held_out)} problems {shared} are learned from too" if shared else ""
+        return f"problems: {learned}; held out: {', '.join(sorted(sources))}{note}"
 
     @property
     def model_name(self) -> str:

@@ -79,3 +79,13 @@ def test_more_held_out_problems_than_a_file_has_are_refused(tmp_path: Path) -> N
     recipe = replace(TINY_RL, rollouts=rollouts, held_out=HeldOutConfig(held_out_data=data, held_out=9))
     with pytest.raises(ValueError, match=r"held_out=9 is more than the 8 problems of .*; give at most 8"):
         RolloutPlan.of(recipe, ENGINE)
+
+
+def test_a_run_says_how_many_held_out_problems_it_learns_from(tmp_path: Path) -> None:
+    for name, numbers in (("train", range(8)), ("valid", range(6, 12))):
+        rows = [{"question": f"What is {n} + 1?", "answer": f"#### {n + 1}"} for n in numbers]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data, held_out = (str(tmp_path / f"{name}.jsonl") for name in ("train", "valid"))
+    rollouts = replace(TINY_RL.rollouts, task="gsm8k", data=data, max_tokens=8)
+    recipe = replace(TINY_RL, rollouts=rollouts, held_out=HeldOutConfig(held_out_data=held_out))
+    assert RolloutPlan.of(recipe, ENGINE).describe().endswith(", of whose 6 problems 2 are learned from too")
