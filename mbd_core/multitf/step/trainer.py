@@ -4,6 +4,7 @@ A step's samples, their noise and an adapter's dropout depend only on (seed, ste
 steps exactly, and any number of workers trains on the same global batch.
 """
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -187,8 +188,16 @@ class Updater:
         return nullcontext()
 
     def _apply(self) -> float:
-        """Updates the weights by their gradients, and returns the gradients' norm before clipping."""
+        """Updates the weights by their gradients, and returns the gradients' norm before clipping.
+
+        Raises `RuntimeError`, on every worker, if the norm is not finite: the update would leave no weight a number.
+        """
         norm = whole(nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)).item()
+        if not math.isfinite(norm):
+            raise RuntimeError(
+                f"update {self.step_number + 1} has gradients that are not finite, so the run ends before it: give a "
+                f"lower learning rate than {self.config.lr:g}, or a longer warm-up"
+            )
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = self.config.lr_at(self.step_number)

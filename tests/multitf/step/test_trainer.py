@@ -52,6 +52,16 @@ def test_a_step_lowers_the_loss_of_its_batch(tiny_recipe):
     assert lower_loss < loss - 0.05
 
 
+def test_a_run_that_diverged_ends_before_its_weights_are_no_numbers(tiny_recipe):
+    trainer = new_trainer(replace(tiny_recipe, train=replace(tiny_recipe.train, lr=1e8, warmup=0)))
+    trainer.step()
+    before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    with pytest.raises(RuntimeError, match=r"update 2 has gradients that are not finite.* than 1e"):
+        trainer.step()
+    assert trainer.step_number == 1
+    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.model.state_dict().items())
+
+
 def test_a_resumed_run_is_the_uninterrupted_one(tiny_recipe):
     through, first = new_trainer(tiny_recipe), new_trainer(tiny_recipe)
     expected = [through.step() for _ in range(7)]
