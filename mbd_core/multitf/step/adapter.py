@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from mbd_core.models.decoder import Decoder
-from mbd_core.models.lora import Adapter
+from mbd_core.models.lora import Adapter, adapted_modules
+from mbd_core.models.model_config import ModelConfig
 from mbd_core.multitf.config import LoraSettings
 from mbd_core.multitf.step.quantized_base import dequantize_base
 from mbd_core.multitf.step.sample_dropout import CurrentDraws, SampleDropout
@@ -32,9 +33,10 @@ def add_adapter(model: Decoder, settings: LoraSettings, *, seed: int) -> Current
     """Puts a fresh adapter on the model. The model computes as before, and only the adapter is trained from now on.
 
     The caller sets in the result the samples of each forward, for which the adapter's dropout then draws. On the meta
-    device the adapter has no values until `fill_adapter`.
+    device the adapter has no values until `fill_adapter`. Raises `ValueError` for a module that the model lacks.
     """
     check_peft()
+    _check_modules(model.config, settings)
     from peft import LoraConfig
     from peft.tuners.lora import LoraModel
 
@@ -54,6 +56,20 @@ def add_adapter(model: Decoder, settings: LoraSettings, *, seed: int) -> Current
     if device.type != "meta":
         fill_adapter(model, seed=seed)
     return draws
+
+
+def _check_modules(config: ModelConfig, settings: LoraSettings) -> None:
+    """Raise `ValueError` for a name that is no projection's: peft leaves it out if another name fits."""
+    if config.gemma is not None:
+        return
+    modules = [name for _, _, name in adapted_modules(config)]
+    for name in settings.modules:
+        if not any(module.endswith(f".{name}") for module in modules):
+            known = ", ".join(dict.fromkeys(module.rpartition(".")[2] for module in modules))
+            raise ValueError(
+                f"train.lora.modules has {name!r}, which is no projection of this {config.architecture} that can have "
+                f"an adapter; its names here are {known}"
+            )
 
 
 @torch.no_grad()

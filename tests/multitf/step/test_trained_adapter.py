@@ -86,6 +86,14 @@ MODULES = {
 }
 
 
+@pytest.mark.parametrize("name", ["vproj", "lm_head", "embed_tokens", "gate"])
+def test_a_module_that_gets_no_adapter_is_refused(name: str) -> None:
+    """peft leaves out a name that is nowhere, beside one that is."""
+    lora = replace(LORA, modules=("self_attn.q_proj", name))
+    with pytest.raises(ValueError, match=f"'{name}', which is no projection .* names here are q_proj, k_proj, "):
+        add_adapter(random_model(FAMILIES["sdar-moe"]), lora, seed=0)
+
+
 @pytest.mark.parametrize("family", MODULES)
 def test_an_adapter_folder_holds_what_was_trained(family: str, tmp_path: Path) -> None:
     """Read by serving's reader, and by peft where the decoder has the names of the published model."""
