@@ -24,6 +24,8 @@ MAX_SHARD_BYTES = 5 * 10**9
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
+LFS = b"version https://git-lfs"  # the first bytes of a file that `git clone` leaves without Git LFS
+
 WRAPPERS = ("_checkpoint_wrapped_module", "_forward_module", "_fpw_module", "_fsdp_wrapped_module", "_orig_mod")
 """Names that wrappers add to a model's tensors: activation checkpointing, Fabric, FSDP, torch.compile."""
 
@@ -99,6 +101,8 @@ def list_tensors(folder: Path) -> dict[str, TensorInfo]:
             holds = f", which holds '{names[0]}' and {len(names) - 1} more tensors" if names else ""
             if not file_of and any(folder.glob("*.safetensors")):
                 holds = f", and {INDEX}, which its other weights files need"
+            elif not file_of and any(folder.glob("*.bin")):
+                holds = "; its .bin files are not read: save the model as safetensors"
             raise ValueError(f"{folder} lacks the weights file {file}{holds}")
         with open_file(path) as tensors_file:
             for stored_name in tensors_file.keys():  # noqa: SIM118 (not a dict)
@@ -242,6 +246,9 @@ def _where_cut(path: Path) -> str:
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         raw = file.read(size) if size < path.stat().st_size else b""
+        file.seek(0)
+        if file.read(len(LFS)) == LFS:
+            return " (it is a pointer of Git LFS; fetch the file itself with: git lfs pull)"
     try:
         header = json.loads(raw)
         ends = sorted((v["data_offsets"][1], n) for n, v in header.items() if n != "__metadata__")

@@ -51,6 +51,12 @@ def be_a_folder(path: Path) -> None:
     path.mkdir()
 
 
+def be_of_bin_files(folder: Path) -> None:
+    (folder / INDEX).unlink()
+    for number, file in enumerate(folder.glob("*.safetensors")):
+        file.rename(folder / f"pytorch_model-{number}.bin")
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no index": (lambda f: (f / INDEX).unlink(), "lacks the weights file model.safetensors, and model.safeten"),
     "index without map": (lambda f: (f / INDEX).write_text("{}"), "index.json has no weight_map"),
@@ -64,6 +70,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "index with a lost tensor": (lambda f: change_index(f, x=first(f).name), "00001-of-.* lacks the tensor 'x'"),
     "empty file": (lambda f: first(f).write_bytes(b""), "00001-of-.* is damaged or cut short in its header"),
+    "pointer": (lambda f: first(f).write_text("version https://git-lfs.github.com/spec/v1\n"), "with: git lfs pull"),
+    "other files": (be_of_bin_files, "lacks the weights file model.safetensors; its .bin files are not read: save"),
     "cut header": (lambda f: first(f).write_bytes(first(f).read_bytes()[:40]), "00001-of-.* in its header"),
     "odd header": (lambda f: first(f).write_bytes(b"\x08" + bytes(7) + b'{"a": 1}'), "00001-of-.* in its header"),
     "longer file": (lambda f: first(f).write_bytes(first(f).read_bytes() + b"x"), "00001-of-.* is damaged"),
