@@ -18,6 +18,9 @@ def rows_of(value: Any, noun: str) -> list[dict[str, Any]]:
     elif hasattr(value, "to_dicts"):  # polars
         rows = value.to_dicts()
     elif hasattr(value, "to_pylist"):  # Arrow
+        from mbd_core.row_files.tables import check_names
+
+        check_names(f"the columns of {noun}", getattr(value, "schema", ()))
         rows = value.to_pylist()
     elif isinstance(value, Mapping):
         names = ", ".join(map(str, list(value)[:5]))

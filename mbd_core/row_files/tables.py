@@ -28,7 +28,7 @@ def table_rows(file: Any, head: bytes) -> Iterator[dict[str, Any]]:
     if not file.seekable():
         file = io.BytesIO(file.read())
     for batch in _batches(file, head):
-        _check_names("its columns", batch.schema)
+        check_names("its columns", batch.schema)
         columns = {field.name: convert for field in batch.schema if (convert := _conversion(field.type))}
         for start in range(0, len(batch), ROWS_AT_ONCE):
             for row in batch.slice(start, ROWS_AT_ONCE).to_pylist():
@@ -47,7 +47,7 @@ def _batches(file: Any, head: bytes) -> Iterator[pa.RecordBatch]:
         yield from pa.ipc.open_stream(file)
 
 
-def _check_names(what: str, fields: Iterable[pa.Field]) -> None:
+def check_names(what: str, fields: Iterable[pa.Field]) -> None:
     """Raises `pa.ArrowInvalid` if a name stands twice: a row as an object would keep one of the values."""
     names = [field.name for field in fields]
     if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
@@ -57,7 +57,7 @@ def _check_names(what: str, fields: Iterable[pa.Field]) -> None:
 def _conversion(kind: pa.DataType) -> ToJson | None:
     """The function from a value of this Arrow type to the value that JSON has for it; `None` if both are the same."""
     if pa.types.is_struct(kind):
-        _check_names("fields of one of its structs", kind)
+        check_names("fields of one of its structs", kind)
         fields = {field.name: _conversion(field.type) for field in kind}
         return lambda value: (
             value

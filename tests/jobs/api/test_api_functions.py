@@ -88,6 +88,10 @@ def test_samples_are_graded(tmp_path: Path) -> None:
         (lambda: prepare([], "tiny-mbd"), "rows have no row"),
         (lambda: prepare([3], "tiny-mbd"), "rows, row 1: a int, not a dictionary"),
         (lambda: prepare({"train": ROWS}, "tiny-mbd"), "one object with train; give a list of rows, or one split"),
+        (
+            lambda: prepare(pa.Table.from_arrays([pa.array(["a"])] * 2, ["x", "x"]), "tiny-mbd"),
+            "have the name 'x' twi",
+        ),
         (lambda: prepare([{"x": object()}], "tiny-mbd"), "rows, row 1: .* has no form in JSON"),
         (lambda: prepare([{"prompt": "a"}], "tiny-mbd"), "rows.jsonl line 1: its columns 'prompt'"),
         (lambda: prepare("nowhere.jsonl", "tiny-mbd"), "nowhere.jsonl does not exist"),
