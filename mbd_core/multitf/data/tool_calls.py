@@ -122,11 +122,13 @@ def read_call(call: Any, number: int) -> dict[str, Any]:
         if field not in CALL_FIELDS and value is not None:
             raise ValueError(f"its message {number} has a call with the field {field!r}, which is not read; remove it")
     if not isinstance(whole.get("id"), str | int | None):
-        raise ValueError(f"its message {number} has a call whose 'id' is no text, but {whole['id']!r}")
+        raise ValueError(
+            f"its message {number} has a call whose 'id' is neither a text nor a number, but {whole['id']!r}"
+        )
     if whole.get("type") not in (None, "function"):
         raise ValueError(f"its message {number} has a call of the type {whole['type']!r}; only functions are called")
     _check_json(arguments, f"its message {number} has a call whose arguments")
-    id_field = {} if whole.get("id") is None else {"id": whole["id"]}
+    id_field = {} if whole.get("id") is None else {"id": str(whole["id"])}
     return {**id_field, "type": "function", "function": {"name": function["name"], "arguments": dict(arguments)}}
 
 

@@ -89,8 +89,10 @@ class TurnReader:
             if role != "tool":
                 raise ValueError(f"its message {number} has a 'tool_call_id', which only a result of a call has")
             if not isinstance(call_id, str | int):
-                raise ValueError(f"its message {number} has a 'tool_call_id' that is no text, but {call_id!r}")
-            message["tool_call_id"] = call_id
+                raise ValueError(
+                    f"its message {number} has a 'tool_call_id' that is neither a text nor a number, but {call_id!r}"
+                )
+            message["tool_call_id"] = str(call_id)
         message |= self._reasoning(fields, number, role)
         is_trained = self._flag(fields, number, role, notes)
         for name, value in fields.items():

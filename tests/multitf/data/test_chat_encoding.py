@@ -141,14 +141,32 @@ def test_tool_turns_and_content_parts_are_what_serving_makes_of_them(tokenizer: 
     assert tools_of({"tools": json.dumps(TOOLED["tools"])}) == tools_of({"tools": [TOOLED["tools"][0]["function"]]})
 
 
+def test_numbers_as_ids_of_calls_are_their_texts(tokenizer: PreTrainedTokenizerBase) -> None:
+    rows = [
+        [
+            *question("x"),
+            {"role": "assistant", "content": "", "tool_calls": [CALL | {"id": call_id}]},
+            {"role": "tool", "content": "1", "tool_call_id": call_id},
+            {"role": "assistant", "content": "z"},
+        ]
+        for call_id in (7, "7")
+    ]
+    chats = [Chat("row", Columns(chat="messages").messages({"messages": messages})) for messages in rows]
+    number, text = encode_rows(tokenizer, chats, eos_token_id=1, every=True)
+    assert number == text and not number.error
+
+
 @pytest.mark.parametrize(
     ("turn", "reason"),
     [
         ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "text parts"),
         ({"role": "user", "content": "x", "tool_calls": [CALL]}, "only an assistant"),
         ({"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}, "arguments"),
-        ({"role": "assistant", "content": "", "tool_calls": [CALL | {"id": ["b"]}]}, r"'id' is no text, but \['b'\]"),
-        ({"role": "tool", "content": "", "tool_call_id": {"b": 1}}, "'tool_call_id' that is no text, but {'b': 1}"),
+        (
+            {"role": "assistant", "content": "", "tool_calls": [CALL | {"id": ["b"]}]},
+            r"'id' is neither .* but \['b'\]",
+        ),
+        ({"role": "tool", "content": "", "tool_call_id": {"b": 1}}, "'tool_call_id' that is neither .* but {'b': 1}"),
         ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "not valid JSON"),
     ],
 )
