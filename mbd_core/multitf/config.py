@@ -271,6 +271,11 @@ def check_learning(config: TrainConfig) -> None:
             f"an adapter's dropout of {config.lora.dropout} makes the learner's log-probabilities differ from the "
             "engine's: give dropout 0"
         )
+    if config.lora is not None and config.lora.quantize_base is not None:
+        raise ValueError(
+            f"train.lora.quantize_base={config.lora.quantize_base} is MultiTF's, and not a learner's, whose whole "
+            "weights go to the engines after each update; leave it out"
+        )
 
 
 BestMetric = Literal["validation_loss", "validation_accuracy", "sweep_accuracy", "none"]

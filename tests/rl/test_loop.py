@@ -338,6 +338,7 @@ def test_bad_input_is_one_sentence(tiny_model_dir: Path, tmp_path: Path, capsys:
         ("--set train.tensor_parallel=2", "train.tensor_parallel=2 does not divide --learners 1"),
         ("--learners 3", "make 32 answers, which do not divide over --learners 3"),
         ("--lora 4 --lora-dropout 0.1", "give dropout 0"),
+        ("--lora 4 --lora-dropout 0 --set train.lora.quantize_base=nf4", "quantize_base=nf4 is MultiTF's"),
     ],
 )
 def test_what_a_learner_cannot_honour_is_refused_before_the_work(
