@@ -73,7 +73,8 @@ class Summary:
                        95 % interval: Wilson's, or a bootstrap over problems if these have several draws
     by_rule            the accuracy by each rule that judged a sample: strict and flexible extraction, or EvalPlus's
                        base inputs, and its base and plus inputs; a sample that a rule did not judge is wrong
-    tpf                mean over samples of useful tokens per forward; `tpf_stderr` the standard error of that mean
+    tpf                mean over samples of useful tokens per forward; `tpf_stderr` the standard error of that mean,
+                       in which several answers to a problem are not independent
     tpf_ratio_of_sums  all useful tokens / all forwards
     nfe                mean forwards per sample; `nfe_stderr` the standard error of that mean
     tokens             mean useful tokens per sample; `tokens_stderr` the standard error of that mean
@@ -114,15 +115,16 @@ def summarize(samples: Sequence[GradedSample]) -> Summary:
         raise ValueError("nothing to summarise: no samples")
     n = len(samples)
     counts = [s.counts for s in samples if s.counts is not None]
+    problems = [s.problem for s in samples if s.counts is not None]
     accuracy = _percent_right(samples, [s.correct for s in samples])
     accuracy_low, accuracy_high = accuracy.bounds
     verdicts = {rule: [getattr(s, f"{rule}_correct") for s in samples] for rule in RULES}
     bare = any(s.is_bare for s in samples)
     totals = {name: _total(counts, name, bare=bare) for name in TOTALS}
     tokens, forwards, positions = (totals[name] for name in ("num_tokens", "num_forwards", "num_positions"))
-    tpf, tpf_stderr = _mean([c.tpf for c in counts], bare=bare)
-    nfe, nfe_stderr = _mean([c.num_forwards for c in counts], bare=bare)
-    mean_tokens, tokens_stderr = _mean([c.num_tokens for c in counts], bare=bare and not counts)
+    tpf, tpf_stderr = _mean([c.tpf for c in counts], problems, bare=bare)
+    nfe, nfe_stderr = _mean([c.num_forwards for c in counts], problems, bare=bare)
+    mean_tokens, tokens_stderr = _mean([c.num_tokens for c in counts], problems, bare=bare and not counts)
     return Summary(
         n=n,
         cut=sum(s.cut for s in samples),
@@ -162,10 +164,10 @@ TOTALS = (
 )
 
 
-def _mean(values: Sequence[float | None], *, bare: bool) -> tuple[float | None, float | None]:
+def _mean(values: Sequence[float | None], problems: Sequence[str], *, bare: bool) -> tuple[float | None, float | None]:
     """The mean and its standard error; `None` if a value is unknown."""
     numbers = [value for value in values if value is not None]
-    return (None, None) if bare or len(numbers) < len(values) else mean_and_stderr(numbers)
+    return (None, None) if bare or len(numbers) < len(values) else mean_and_stderr(numbers, problems)
 
 
 def _total(counts: Sequence[SampleCounts], name: str, *, bare: bool) -> int | None:

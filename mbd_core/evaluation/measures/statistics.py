@@ -95,13 +95,24 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def mean_and_stderr(values: Sequence[float]) -> tuple[float, float]:
-    """The mean and its standard error (from the sample variance), which is 0 for fewer than two values."""
+def mean_and_stderr(values: Sequence[float], problems: Sequence[str] = ()) -> tuple[float, float]:
+    """The mean and its standard error (from the sample variance), which is 0 for fewer than two values.
+
+    The values of one of `problems` are not independent, so the error is of the problems' sums; a single problem has
+    the error of its values.
+    """
     center = mean(values)
     if len(values) < 2:
         return center, 0.0
-    variance = sum((value - center) ** 2 for value in values) / (len(values) - 1)
-    return center, math.sqrt(variance / len(values))
+    num_problems = len(set(problems))
+    if num_problems < 2 or num_problems == len(values):
+        variance = sum((value - center) ** 2 for value in values) / (len(values) - 1)
+        return center, math.sqrt(variance / len(values))
+    sums = dict.fromkeys(problems, 0.0)
+    for problem, value in zip(problems, values, strict=True):
+        sums[problem] += value - center
+    variance = sum(total**2 for total in sums.values()) / (num_problems - 1)
+    return center, math.sqrt(variance * num_problems) / len(values)
 
 
 def spread_of_mean(distances: Sequence[float]) -> float:

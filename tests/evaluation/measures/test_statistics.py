@@ -49,6 +49,9 @@ def test_the_wilson_interval_has_its_known_values_and_solves_its_equation() -> N
 
 def test_the_standard_error_is_that_of_the_mean() -> None:
     assert mean_and_stderr([1.0, 2.0, 6.0]) == (3.0, pytest.approx(math.sqrt(7 / 3)))
+    assert mean_and_stderr([1.0, 2.0, 6.0] * 8, "abc" * 8) == (3.0, pytest.approx(math.sqrt(7 / 3))), "not 24 answers"
+    assert mean_and_stderr([1.0, 2.0, 6.0], "abc") == mean_and_stderr([1.0, 2.0, 6.0])
+    assert mean_and_stderr([1.0, 2.0, 6.0], "aaa") == mean_and_stderr([1.0, 2.0, 6.0])
     assert mean_and_stderr([5.0]) == (5.0, 0.0)
     assert mean_and_stderr([]) == (0.0, 0.0)
 
