@@ -289,6 +289,7 @@ LLAMA = replace(
     model_types=("llama",),
     defaults={"tie_word_embeddings": False, "rope_theta": 10000.0},
     fixed={"attention_bias": False, "hidden_act": "silu", "mlp_bias": False},
+    accepted={**EVERYWHERE, "is_llama_config": (True,), "rope_interleaved": (False,)},  # SmolLM2's
     head_dim_follows=True,
     switches={**AUTOREGRESSIVE, "qk_norm": False},
 )

@@ -140,6 +140,7 @@ OF_ANY_MODEL = frozenset(
         "top_p",
         "torch_dtype",
         "torchscript",
+        "transformers.js_config",
         "transformers_version",
         "typical_p",
         "unsloth_fixed",

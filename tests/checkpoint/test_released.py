@@ -330,6 +330,34 @@ GEMMA_SAVED = DIFFUSION_GEMMA_26B | {  # as transformers 5.23 itself writes it
     "text_config": {k: v for k, v in GEMMA_TEXT.items() if "global" not in k}
     | {"per_layer_config": {str(n): {"head_dim": 512, "num_key_value_heads": 2} for n in range(5, 30, 6)}}
 }
+SMOLLM2 = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 576,
+    "initializer_range": 0.041666666666666664,
+    "intermediate_size": 1536,
+    "is_llama_config": True,
+    "max_position_embeddings": 8192,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 9,
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 3,
+    "pad_token_id": 2,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_interleaved": False,
+    "rope_scaling": None,
+    "rope_theta": 100000,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 49152,
+}
 IM_END = {"eos_token_id": [151645, 151643]}  # SDAR's generation_config.json
 
 
@@ -384,6 +412,13 @@ def test_release_is_taken_at_its_size(release: Release) -> None:
         model = Decoder(config)
     assert sum(p.numel() for p in model.parameters()) == config.num_parameters
     assert len(tensors(config, "per_expert")) == release.num_tensors
+
+
+def test_smollm2_is_taken_as_it_is_released() -> None:
+    config = read_config(SMOLLM2 | {"transformers.js_config": {"kv_cache_dtype": {"fp16": "float16"}}})
+    assert config.num_parameters == pytest.approx(134.5e6, rel=1e-3) and len(tensors(config, "per_expert")) == 272
+    with pytest.raises(ValueError, match="rope_interleaved=true"):
+        read_config(SMOLLM2 | {"rope_interleaved": True})
 
 
 def tensors(config: ModelConfig, experts: ExpertLayout) -> dict[str, tuple[int, ...]]:
