@@ -181,7 +181,15 @@ def recipe_in_file(name: str, kind: type[AnyRecipe]) -> AnyRecipe:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML that reads `1e-5` as a number, as JSON and YAML 1.2 do."""
+    """YAML that reads `1e-5` as a number and refuses an object with a name twice, as YAML 1.2 says."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for number, key in enumerate(keys):
+            if any(key.value == earlier.value for earlier in keys[:number]):
+                raise yaml.composer.ComposerError(None, None, f"{key.value!r} stands twice", key.start_mark)
+        return node
 
 
 _Loader.add_implicit_resolver(

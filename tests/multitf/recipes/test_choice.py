@@ -128,6 +128,7 @@ def test_a_recipe_of_ones_own_is_in_a_python_file(tmp_path: Path) -> None:
         ("max_length: 0", "max_length=0"),
         ("[1]", "must be an object"),
         ("a: [", "no YAML"),
+        ("train: {lr: 1}\ntrain: {steps: 2}", "no YAML: 'train' stands twice"),
         ("[" * 5000, "nested too deeply"),
         ("{name: a, states: {}, train: {}}", "is missing"),
     ],
