@@ -1,8 +1,10 @@
 """A recipe trained without Ray: in this process alone, or in torchrun's processes."""
 
+import fcntl
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -89,12 +91,15 @@ def train_alone(
     start = StartingPoint.read(recipe)
     start.check_written(options.write)
     check_held_out(options.held_out, start, None if start.base is None else start.base.tokenizer)
-    with torchrun_workers() as workers:
+    with ExitStack() as stack:
+        workers = stack.enter_context(torchrun_workers())
         if workers.is_first and (note := start.note()):
             print(f"note: {note}")
         checkpoints = None
         if plain.checkpoints is not None:
-            checkpoints = Checkpoints(Folder.at(plain.checkpoints), workers, recipe=recipe)
+            place = Folder.at(plain.checkpoints)
+            stack.enter_context(_only_writer(place, workers))
+            checkpoints = Checkpoints(place, workers, recipe=recipe)
         start = settle_precision(start, workers, checkpoints)
         way = chosen_sharding(start, options.sharding, workers)
         run = train_worker(
@@ -131,6 +136,32 @@ def check_checkpoints(location: str) -> None:
     if Path(location).is_file():
         raise ValueError(f"{location} is a file; give a folder for checkpoints")
     Folder.at(location).check_writable()
+
+
+@contextmanager
+def _only_writer(place: Folder, workers: Workers) -> Iterator[None]:
+    """Locks a folder of checkpoints on this machine; a URL's cannot be locked, nor can those of some file systems.
+
+    Every worker calls it. Raises `ValueError` on all of them while another run writes there: its checkpoints would get
+    parts of both.
+    """
+    handle, is_free = None, True
+    if workers.is_first and not place.is_remote:
+        place.path.mkdir(parents=True, exist_ok=True)
+        handle = os.open(place.path, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            is_free = False
+        except OSError:
+            pass  # a file system without locks
+    try:
+        if not all(workers.all_values(is_free)):
+            raise ValueError(f"another run writes in {place}; wait for its end, or give another folder")
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
 
 
 def chosen_sharding(start: StartingPoint, choice: config.ShardingChoice, workers: Workers) -> config.Sharding:

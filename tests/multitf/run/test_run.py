@@ -1,7 +1,9 @@
 """A recipe in one process: what it writes, where it refuses to, and how it goes on."""
 
+import fcntl
 import gzip
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -98,6 +100,18 @@ def points(folder: str) -> list[dict[str, float]]:
     """The updates in a run's folder, without the speeds that no two runs share."""
     lines = map(json.loads, (Path(folder) / LOSSES).read_text().splitlines())
     return [{name: number for name, number in line.items() if name not in SPEEDS} for line in lines]
+
+
+def test_a_folder_in_which_another_run_writes_is_refused(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--recipe", recipe, "--steps", "1", "--checkpoints", "run", "--out", "a"]
+    Path("run").mkdir()
+    other = os.open("run", os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    assert run.main(options) == 2
+    assert f"another run writes in {Path('run').resolve()}; wait for its end" in capsys.readouterr().err
+    assert not Path("a").exists() and not list(Path("run").iterdir())
+    os.close(other)
+    assert run.main(options) == 0
 
 
 def test_a_run_goes_on_from_its_checkpoint(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
