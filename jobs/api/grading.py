@@ -62,8 +62,10 @@ class Grades:
         report = self.report
         parts = [f"{name} {report[name]}" for name in report if name.endswith("_correct")]
         share = f"{report['correct']} of {report['samples']} samples right ({100 * self.accuracy:.2f} %"
-        low, high = report["wilson_interval"]
-        share += f", 95 % Wilson interval {100 * low:.1f} to {100 * high:.1f})"
+        name = next(name for name in ("wilson_interval", "bootstrap_interval") if name in report)
+        low, high = report[name]
+        kind = "Wilson interval" if name == "wilson_interval" else "interval over problems"
+        share += f", 95 % {kind} {100 * low:.1f} to {100 * high:.1f})"
         text = "; ".join([f"{self.task.label}: {share}", *parts])
         if report["problems_without_a_sample"]:
             text += f"\n{report['problems_without_a_sample']} of {report['problems']} problems have no sample"

@@ -119,6 +119,21 @@ def test_math_samples_and_one_that_breaks_a_grader(tmp_path: Path) -> None:
     assert [(row["correct"], row["strict_correct"]) for row in rows] == [(True, False), (False, False)]
 
 
+def test_several_samples_of_a_problem_are_not_independent(tmp_path: Path) -> None:
+    """Ten alike samples of each of four problems say as little as one."""
+    data = write_lines(tmp_path / "gsm.jsonl", [{"question": "?", "answer": f"#### {n}"} for n in (1, 2, 3, 4)])
+    once = [{"doc_id": number, "text": f"#### {1 + number % 2}"} for number in range(4)]
+    found = {}
+    for times in (1, 10):
+        samples = write_lines(tmp_path / f"{times}.jsonl", once * times)
+        out = tmp_path / f"out-{times}"
+        assert main(["--task", "gsm8k", "--data", str(data), "--samples", str(samples), "--out", str(out)]) == 0
+        found[times] = json.loads((out / "report.json").read_text())
+    assert found[1]["wilson_interval"] == pytest.approx([0.150, 0.850], abs=1e-3)
+    assert found[10]["correct"] == 20 and "wilson_interval" not in found[10]
+    assert found[10]["bootstrap_interval"] == [0.0, 1.0]
+
+
 def test_samples_are_read_in_the_formats_of_benchmarks(tmp_path: Path) -> None:
     rows = [
         {"task_id": "HumanEval/900", "completion": "    return x / 2"},

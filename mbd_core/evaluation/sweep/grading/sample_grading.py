@@ -8,7 +8,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-from mbd_core.evaluation.measures.statistics import wilson_interval
+import numpy as np
+
+from mbd_core.evaluation.measures.statistics import mean_interval, wilson_interval
 from mbd_core.evaluation.sandbox.processes import available_isolation
 from mbd_core.evaluation.tasks.kinds.task import Grade, Problem, Task, ungradable
 from mbd_core.evaluation.tasks.problems import ProblemSet
@@ -139,13 +141,23 @@ def summary(problem_set: ProblemSet, sample_grades: Sequence[SampleGrade]) -> di
         "samples": len(grades),
         "correct": correct,
         "accuracy_of_samples": correct / len(grades),
-        "wilson_interval": wilson_interval(correct, len(grades)),
+        **_interval(sample_grades),
         **counts,
         **({"by": _by_kind(programs.kinds, sample_grades)} if programs and programs.kinds else {}),
         "reasons": {reason: reasons.count(reason) for reason in sorted(set(reasons))},
         "isolation": available_isolation() if problem_set.task.runs_programs else None,
         "versions": {name: version(name) for name in ("math-verify", "sympy", "numpy")},
     }
+
+
+def _interval(sample_grades: Sequence[SampleGrade]) -> dict[str, tuple[float, float]]:
+    """The accuracy's 95 % interval: Wilson's, or, as several samples of a problem are not independent, a bootstrap
+    over the problems."""
+    problems = [item.sample.problem.problem_id for item in sample_grades]
+    flags = [item.grade.correct for item in sample_grades]
+    if 1 < len(set(problems)) < len(problems):
+        return {"bootstrap_interval": mean_interval(np.array(flags, dtype=float), problems).bounds}
+    return {"wilson_interval": wilson_interval(sum(flags), len(flags))}
 
 
 def _by_kind(
