@@ -25,10 +25,11 @@ def load_samples(folders: Sequence[Path]) -> dict[ReportKey, list[GradedSample]]
     """The samples of sweeps by configuration: configurations in the order of their plans, samples by number.
 
     A sample that several folders hold is counted once if their sweeps are the same. Raises `ValueError` if two
-    different sweeps share a model's configuration and a problem, because it is open which row counts. Another seed
-    gives other problems only if the task draws its problems; a file's problems, and so their answers, are the same
-    under every seed.
+    different sweeps share a model's configuration and a problem, because it is open which row counts, or if they have
+    different problems of one id, as the first lines of two files. Another seed gives other problems only if the task
+    draws its problems; a file's problems, and so their answers, are the same under every seed.
     """
+    _check_problems(folders)
     samples: dict[ReportKey, list[GradedSample]] = {}
     plans: dict[tuple[ReportKey, str, int | None, int | None], int] = {}  # of (configuration, problem, seed, draw)
     rows: list[tuple[int, int, ReportKey, GradedSample]] = []
@@ -56,6 +57,24 @@ def load_samples(folders: Sequence[Path]) -> dict[ReportKey, list[GradedSample]]
     for _, _, key, sample in sorted(rows, key=lambda item: item[:2]):
         samples[key].append(sample)
     return {key: _group_of(group) for key, group in samples.items() if group}
+
+
+def _check_problems(folders: Sequence[Path]) -> None:
+    """Raise `ValueError` if an id names different problems of a task in two folders. Sweeps of one plan have the same
+    problems."""
+    plans: list[Any] = []
+    prompts: dict[tuple[str, str], str] = {}
+    for folder in folders if len(folders) > 1 else ():
+        if (plan := read_record(folder).plan) in plans:
+            continue
+        plans.append(plan)
+        for row in read_samples(folder, columns=("task", "problem_id", "prompt")):
+            prompt = row["prompt"]
+            if prompts.setdefault((row["task"], row["problem_id"]), prompt) != prompt:
+                raise ValueError(
+                    f"{folder} and an earlier folder cannot be joined: {row['problem_id']} of task '{row['task']}' is "
+                    "another problem there; join sweeps whose problems are of one file"
+                )
 
 
 def _is_drawn(task: str) -> bool:

@@ -9,6 +9,7 @@ from written_sweeps import write_rows
 from jobs.report_sweep import main
 from mbd_core.evaluation.measures.statistics import Interval
 from mbd_core.evaluation.report.studies.paired_answers import load_answers, pair_answers
+from mbd_core.evaluation.sweep.folder import read_samples
 
 SETTING = {"task": "gsm-mini", "tau_m2t": 0.9, "buffer_size": 4}
 
@@ -95,6 +96,10 @@ def test_sides_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
     folders[-1] = sweep(tmp_path / "other", "x", {"a": False})
     with pytest.raises(ValueError, match=r"other and an earlier folder have different answers of x to a"):
         load_answers(folders, model="x", **SETTING)
+    write_rows(tmp_path / "line", [{**row, "model": "y", "prompt": "another"} for row in read_samples(folders[0])])
+    one, other = (load_answers([folders[0], tmp_path / "line"], model=model, **SETTING) for model in ("x", "y"))
+    with pytest.raises(ValueError, match="different problems"):
+        pair_answers(one, other)
     folders[-1] = folders[0]
     assert len(load_answers(folders, model="x", **SETTING)) == 1
     with pytest.raises(ValueError):

@@ -203,6 +203,21 @@ def test_seeds_of_a_task_that_reads_a_file_are_not_joined(tmp_path: Path) -> Non
         summarize_sweeps([tmp_path / "gsm8k-0", tmp_path / "gsm8k-1"])
 
 
+def test_models_on_other_problems_of_the_same_ids_are_not_joined(tmp_path: Path) -> None:
+    """A file's problems have their ids from its lines, so that of two files the first problems have one id."""
+    for name, mark in (("m", "?"), ("same", "?"), ("n", "!")):
+        rows = [{**row, "prompt": mark + row["prompt"]} for row in planned_rows(models=(name,), problems=3)]
+        parts = cut(rows, rows_per_part=4)
+        with SweepFolder.claim(tmp_path / name, sweep_record(rows, parts)) as folder:
+            for part in parts:
+                folder.write_part(part.number, graded_table(part))
+    assert summarize_sweeps([tmp_path / "m", tmp_path / "same"]).num_samples == 24
+    with pytest.raises(
+        ValueError, match=r"n and an earlier folder cannot be joined: a/\d of task 'a' is another prob"
+    ):
+        summarize_sweeps([tmp_path / "m", tmp_path / "n"])
+
+
 def test_what_cannot_be_joined_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = planned_rows(problems=3)
     parts = cut(rows, rows_per_part=4)

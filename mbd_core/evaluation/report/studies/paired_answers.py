@@ -26,7 +26,7 @@ class GradedAnswer:
         return self.num_tokens / self.num_forwards
 
 
-SharedProblems = Mapping[tuple[Any, ...], GradedAnswer]  # by seed, problem, and the number of a drawn answer
+SharedProblems = Mapping[tuple[Any, ...], GradedAnswer]  # by seed, problem, prompt, and number of a drawn answer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,9 @@ def load_answers(
             if setting == (model, task, tau_m2t, buffer_size):
                 answer = GradedAnswer(bool(row["correct"]), row["num_tokens"] or 0, row["num_forwards"] or 0)
                 draw = () if row.get("draw") is None else (row["draw"],)
-                if answers.setdefault((row["seed"], row["problem_id"], *draw), answer) != answer:
+                # a file's lines give its problems their ids: only with its prompt is a problem the same on both sides
+                key = (row["seed"], row["problem_id"], row.get("prompt"), *draw)
+                if answers.setdefault(key, answer) != answer:
                     raise ValueError(
                         f"{folder} and an earlier folder have different answers of {model} to {row['problem_id']} "
                         f"under seed {row['seed']}; give one sweep of them"
@@ -92,7 +94,7 @@ def pair_answers(first: SharedProblems, second: SharedProblems) -> PairedAnswers
     """Compare answers problem by problem; `ValueError` if the problems are not the same."""
     if first.keys() != second.keys():
         raise ValueError(
-            f"the two sides hold different problems ({len(first)} and {len(second)}); sweep the same seeds"
+            f"the two sides hold different problems ({len(first)} and {len(second)}); sweep the same seeds and files"
         )
     keys = sorted(first, key=lambda key: key[1])
     right = [(key[1], 100.0 * (first[key].correct - second[key].correct)) for key in keys]
