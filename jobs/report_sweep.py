@@ -89,7 +89,7 @@ def front(
 ) -> None:
     """Write the Pareto front of a sweep (accuracy against tokens per forward) into a model's generation_config.json.
 
-    python jobs/eval_sweep.py --models out/model --tasks gsm-mini --grid "tau_m2t=0.5,0.7,0.9;buffer_size=1,2,4"
+    python jobs/eval_sweep.py --models out/model --tasks gsm-mini --grid "tau_m2t=0.5,0.7,0.9;buffer_size=2,4"
     --out out/sweep; python jobs/report_sweep.py front out/sweep --folder out/model
 
     A server that loads the folder then takes "speed" in requests: 0 is the front's most accurate point, 1 its fastest.
