@@ -15,6 +15,7 @@ in the same call.
 """
 
 import json
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -73,9 +74,9 @@ class CheckpointRecord:
 
 
 def best_step(curve: RunCurve, metric: str | None) -> int | None:
-    """The number of updates after which the metric was first at its best; `None` if no point of the curve has it."""
-    points = [point for point in curve if metric in point]
-    if metric is None or not points:
+    """The number of updates after which the metric was first at its best; `None` if no point of the curve has it as a
+    finite number."""
+    if metric is None or not (points := [point for point in curve if math.isfinite(point.get(metric, math.nan))]):
         return None
     sign = 1 if metric.endswith("loss") else -1
     return int(min(points, key=lambda point: sign * point[metric])["step"]) + 1

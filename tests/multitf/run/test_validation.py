@@ -1,6 +1,7 @@
 """Held-out losses within a run: what they are, that they change nothing, and which checkpoint they keep."""
 
 import json
+import math
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -110,6 +111,9 @@ def test_the_best_checkpoint_stays_also_when_the_run_goes_on(
     assert run.resumed_after == 3 and best_step(run.curve, "validation_loss") == 2
     assert sorted(path.name for path in (tmp_path / "run").glob("step_*")) == ["step_000002", "step_000005"]
     assert best_step(run.curve, "validation_accuracy") == 2 and best_step(run.curve[:1], "validation_loss") is None
+    diverged = [{"step": 0, "validation_loss": math.nan}]
+    assert best_step([*diverged, *run.curve], "validation_loss") == 2
+    assert best_step(diverged, "validation_loss") is None
 
 
 def test_a_validation_that_fails_is_a_line_and_no_end(
