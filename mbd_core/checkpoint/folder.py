@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mbd_core.checkpoint.config import load_config, load_generation_defaults
 from mbd_core.checkpoint.families import FAMILIES, default_method
-from mbd_core.checkpoint.loading import refuse_dcp
+from mbd_core.checkpoint.loading import refuse_adapter_beside, refuse_dcp
 from mbd_core.checkpoint.safetensor_files import list_tensors
 from mbd_core.checkpoint.tensors import match_tensors
 from mbd_core.checkpoint.tokenizer import load_tokenizer
@@ -40,10 +40,12 @@ def read_folder(folder: Path) -> ModelFolder:
     """Checks everything of a model folder that can be checked without reading weights.
 
     Raises `ValueError`, one sentence that names the file and, where there is one, the tensor. The causes: an unknown
-    architecture, a distributed checkpoint, a missing shard, a file that is cut short, a missing or unexpected tensor
-    or shape, a tokenizer or ids that do not fit the model, decoding that cannot be honoured.
+    architecture, a distributed checkpoint, an adapter beside the weights, a missing shard, a file that is cut short, a
+    missing or unexpected tensor or shape, a tokenizer or ids that do not fit the model, decoding that cannot be
+    honoured.
     """
     refuse_dcp(folder)
+    refuse_adapter_beside(folder)
     config = load_config(folder)
     tensors, _, _ = match_tensors(folder, config, list_tensors(folder))
     tokenizer = load_tokenizer(folder, config)

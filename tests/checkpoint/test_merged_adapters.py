@@ -60,6 +60,23 @@ def test_the_recipe_beside_an_adapter_says_how_to_decode(tmp_path: Path) -> None
     assert json.loads((tmp_path / "made" / "recipe.json").read_text()) == RECIPE
 
 
+def test_an_adapter_in_the_folder_of_its_base_is_merged_or_refused(tmp_path: Path) -> None:
+    config = CONFIGS["sdar"]
+    base = write_model(tmp_path / "base", config)
+    adapter = write_adapter(tmp_path / "adapter", config, seed=1)
+    convert(base, tmp_path / "wanted", adapter=adapter)
+    for file in adapter.iterdir():
+        file.rename(base / file.name)
+    for read in (read_folder, lambda folder: convert(folder, tmp_path / "plain")):
+        with pytest.raises(ValueError, match=r"a model and an adapter .* --adapter"):
+            read(base)
+    convert(base, tmp_path / "made", adapter=base)
+    wanted = load_model(tmp_path / "wanted").state_dict()
+    assert all(
+        torch.equal(tensor, wanted[name]) for name, tensor in load_model(tmp_path / "made").state_dict().items()
+    )
+
+
 @pytest.mark.parametrize("ar_weight", [0.0, 1.0])
 def test_the_recipe_says_whether_there_is_an_ar_mode(tmp_path: Path, ar_weight: float) -> None:
     config = replace(CONFIGS["sdar"], ar_mode=ar_weight == 0)  # the base's own does not count
