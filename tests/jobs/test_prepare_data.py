@@ -1,6 +1,7 @@
 """`jobs/prepare_data.py` as a user runs it: own conversations in, a folder that a training takes out."""
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -122,6 +123,19 @@ def test_bad_rows_and_options_are_one_sentence_and_leave_nothing(
     error = capsys.readouterr().err
     assert sentence in error and len(error.splitlines()) == 1
     assert [path.name for path in Path().iterdir()] == ["rows.jsonl"]
+
+
+def test_a_model_without_a_chat_template_is_refused_once(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_rows(Path("rows.jsonl"), [chat(0), chat(1)])
+    shutil.copytree(tiny_model_dir, "plain")
+    Path("plain/chat_template.jinja").unlink()
+    assert prepare_data.main(["rows.jsonl", "--model", "plain", "--out", "data"]) == 2
+    error = capsys.readouterr().err
+    assert "plain has no chat template" in error and len(error.splitlines()) == 1
+    assert not Path("data").exists()
 
 
 def test_a_folder_of_the_users_stays(prepare: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:

@@ -92,7 +92,7 @@ class Preparation:
     conversation, not the last alone. `skip_bad`: leave out rows that cannot be trained on. A prompt that a model
     answers must pass the chat templates of all `readers`. Rows whose prompts repeat a problem of one of `benchmarks`
     are reported, and with `drop_overlap` left out. `limit` bounds the number of rows. With `answers`, a model's answer
-    replaces a row's own.
+    replaces a row's own. Raises `ValueError` for a model without a chat template.
     """
 
     files: Sequence[str]
@@ -107,6 +107,13 @@ class Preparation:
     every: bool = False
     skip_bad: bool = False
     readers: Sequence[PreTrainedTokenizerBase] = ()
+
+    def __post_init__(self) -> None:
+        if not self.model.tokenizer.chat_template:
+            raise ValueError(
+                f"{self.model.path} has no chat template, which makes a text of a conversation: write one into its "
+                "chat_template.jinja"
+            )
 
 
 class BadRows:
