@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mbd_core.checkpoint.loading import load_model
+from mbd_core.engine.memory.huge_pages import in_huge_pages
 from mbd_core.engine.parallel.group import Group
 from mbd_core.errors import first_line
 from mbd_core.models.decoder import Decoder
@@ -165,7 +166,8 @@ def load_shard(
 ) -> Decoder:
     """This rank's part of the model in `folder`, on its device; its partial sums go over the group."""
     rank = group.rank
-    return load_model(folder, dtype=dtype, device=rank.device, shard=rank.shard, reduce=sums_of(group), fp8=fp8)
+    model = load_model(folder, dtype=dtype, device=rank.device, shard=rank.shard, reduce=sums_of(group), fp8=fp8)
+    return in_huge_pages(model)
 
 
 def _check_nvlink(size: int) -> None:

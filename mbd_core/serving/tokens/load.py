@@ -15,6 +15,7 @@ from mbd_core.checkpoint.tokenizer import grammars_of
 from mbd_core.decoding.blocks.config import DecodingConfig, decoding_config
 from mbd_core.engine.config import Dtype, EngineConfig
 from mbd_core.engine.engine import Engine
+from mbd_core.engine.memory.huge_pages import in_huge_pages
 from mbd_core.engine.parallel.leader import ParallelEngine, start_parallel
 from mbd_core.models.model_config import Fp8Parts, ModelConfig
 from mbd_core.models.quantize import is_int8, quantized_parts
@@ -115,14 +116,13 @@ def load_engine(
             grammars=grammars,
         )
     else:
-        model = load_model(folder, dtype=dtype, device=device, fp8=fp8)
         engine = Engine(
-            model,
+            in_huge_pages(load_model(folder, dtype=dtype, device=device, fp8=fp8)),
             config,
             trace=trace,
             vocab_limit=len(contents.tokenizer),
             grammars=grammars,
-            draft_model=None if draft is None else load_model(draft.path, dtype=dtype, device=device),
+            draft_model=None if draft is None else in_huge_pages(load_model(draft.path, dtype=dtype, device=device)),
         )
     try:
         for name, adapter in (adapters or {}).items():
