@@ -78,7 +78,7 @@ def test_the_best_configuration_is_the_folder_s_default_and_all_else_stays(
     after = json.loads((folder / FILE).read_text())
     others = {name: value for name, value in before.items() if name not in METHOD_FIELDS}
     assert {name: after[name] for name in others} == others and others["do_sample"] is False
-    assert after[KEY]["tasks"]["a"]["accuracy"] == 100 and "on the other" in printed
+    assert after[KEY]["tasks"]["a"]["accuracy"] == 100 and "answers to the other problems: accuracy 100" in printed
     with load_engine(
         folder, plan_sweep(load_inputs(SweepOptions(models=[str(folder)], tasks=["gsm-mini"], limit=1))).engine
     ) as it:
