@@ -14,14 +14,12 @@ from mbd_core.checkpoint.adapter import CONFIG, WEIGHTS
 from mbd_core.checkpoint.config import load_config
 from mbd_core.checkpoint.safetensor_files import HfFolder, open_file, read_json
 from mbd_core.checkpoint.tensor_pieces import TensorPieces
-from mbd_core.checkpoint.tensors import TensorPart, match_tensors
+from mbd_core.checkpoint.tensors import TensorPart, are_alike, match_tensors
 from mbd_core.models.lora import adapted_modules
 
 RECORD = "base_values"
 """The entry of the metadata of an adapter's safetensors: values by the decoder's names of weights, in JSON."""
 NUM_WEIGHTS, NUM_VALUES = 4, 64
-MOST_DIFFERENCE = 2**-7
-"""Of the values' norm; rounding to bfloat16 or float16 changes at most half of it."""
 
 
 def base_values(folder: Path) -> dict[str, list[float]]:
@@ -56,7 +54,7 @@ def check_base(adapter: Path, base: Path) -> None:
     found = base_values(base)
     for name in recorded.keys() & found.keys():
         own, other = torch.tensor(recorded[name]), torch.tensor(found[name])
-        if own.shape != other.shape or (own - other).norm() > MOST_DIFFERENCE * own.norm():
+        if own.shape != other.shape or not are_alike(other, own):
             raise ValueError(
                 f"{adapter} was trained beside {read_json(adapter / CONFIG).get('base_model_name_or_path')}, whose "
                 f"{name} has other values than that of {base}; give the adapter its own base"

@@ -24,7 +24,8 @@ METHOD_FIELDS = {f.name for f in fields(DecodingConfig)} - {"block_size"}
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFolder:
-    """A checkpoint folder whose files agree with each other. Only the headers of its weights were read.
+    """A checkpoint folder whose files agree with each other. Of its weights only headers were read, and a few rows of
+    a head that is stored beside tied embeddings.
 
     defaults      the content of `generation_config.json`, with the family's decoding method if the file names none
     stored_dtype  the dtype of most tensors

@@ -19,6 +19,7 @@ FLOAT32_ALWAYS = ("expert_bias",)  # tensors with these name endings are float32
 OF_A_ROTATION = ".rotary_emb."
 """In the names of buffers that files of older Llamas hold (`inv_freq`); they follow from config.json."""
 NUM_COMPARED = 16  # rows of a head that is stored beside tied embeddings
+MOST_DIFFERENCE = 2**-7  # of the values' norm
 TensorShape = tuple[int, ...]
 
 
@@ -162,7 +163,7 @@ def _drop_tied_head(config: ModelConfig, listed: dict[str, TensorInfo]) -> None:
     head, embeddings = listed.pop(head_name, None), listed.get(own_name)
     if head is None or embeddings is None or head.path.name == METADATA:
         return
-    if head.shape != embeddings.shape or not _are_alike(_rows(head_name, head), _rows(own_name, embeddings)):
+    if head.shape != embeddings.shape or not are_alike(_rows(head_name, head), _rows(own_name, embeddings)):
         raise ValueError(
             f"{head.path}: tensor '{head_name}' has other values than '{own_name}', and config.json has "
             "tie_word_embeddings=true; make it false, or remove the tensor if the model has no head of its own"
@@ -177,6 +178,7 @@ def _rows(name: str, info: TensorInfo) -> Tensor:
         return torch.cat([matrix[number : number + 1].float() for number in sorted(numbers)])
 
 
-def _are_alike(first: Tensor, second: Tensor) -> bool:
-    """Whether values are equal, up to the rounding of a narrower dtype."""
-    return bool((first - second).norm() <= 2**-7 * second.norm())
+def are_alike(first: Tensor, second: Tensor) -> bool:
+    """Whether values of one shape are equal, up to the rounding of a narrower dtype: bfloat16 and float16 change at
+    most half of `MOST_DIFFERENCE`."""
+    return bool((first - second).norm() <= MOST_DIFFERENCE * second.norm())
