@@ -40,7 +40,8 @@ def load_tokenizer(folder: Path, config: ModelConfig) -> "PreTrainedTokenizerBas
     highest = max(tokenizer.get_vocab().values(), default=0)
     if highest >= config.vocab_size:
         raise ValueError(
-            f"{folder}: the tokenizer has ids up to {highest}, the model only a vocabulary of {config.vocab_size}"
+            f"{folder}: the tokenizer has ids up to {highest}, the model only a vocabulary of {config.vocab_size}; "
+            "take the tokenizer that came with the model"
         )
     _check_templates(folder, tokenizer)
     return tokenizer

@@ -123,7 +123,8 @@ def read_call(call: Any, number: int) -> dict[str, Any]:
             raise ValueError(f"its message {number} has a call with the field {field!r}, which is not read; remove it")
     if not isinstance(whole.get("id"), str | int | None):
         raise ValueError(
-            f"its message {number} has a call whose 'id' is neither a text nor a number, but {whole['id']!r}"
+            f"its message {number} has a call whose 'id' is neither a text nor a number, but {whole['id']!r}; "
+            "make it a text"
         )
     if whole.get("type") not in (None, "function"):
         raise ValueError(f"its message {number} has a call of the type {whole['type']!r}; only functions are called")

@@ -90,7 +90,8 @@ class TurnReader:
                 raise ValueError(f"its message {number} has a 'tool_call_id', which only a result of a call has")
             if not isinstance(call_id, str | int):
                 raise ValueError(
-                    f"its message {number} has a 'tool_call_id' that is neither a text nor a number, but {call_id!r}"
+                    f"its message {number} has a 'tool_call_id' that is neither a text nor a number, but {call_id!r}; "
+                    "make it a text"
                 )
             message["tool_call_id"] = str(call_id)
         message |= self._reasoning(fields, number, role)
