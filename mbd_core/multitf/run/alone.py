@@ -140,7 +140,8 @@ def check_checkpoints(location: str) -> None:
 
 @contextmanager
 def _only_writer(place: Folder, workers: Workers) -> Iterator[None]:
-    """Locks a folder of checkpoints on this machine; a URL's cannot be locked, nor can those of some file systems.
+    """Locks a folder of checkpoints on this machine; a URL's cannot be locked, nor can those of some file systems. The
+    folder itself is locked, so that no lock file stands among the checkpoints.
 
     Every worker calls it. Raises `ValueError` on all of them while another run writes there: its checkpoints would get
     parts of both.
