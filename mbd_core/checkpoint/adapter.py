@@ -52,15 +52,6 @@ PREFIX = "base_model.model."
 _KEY = re.compile(r"(?P<module>.+)\.lora_(?P<factor>[AB])(?:\.(?P<name>.+))?\.weight")
 
 
-def refuse_adapter_beside(folder: Path) -> None:
-    """Raise `ValueError` for a model folder that holds an adapter too: transformers' model there is both."""
-    if all((folder / name).is_file() for name in (CONFIG, WEIGHTS)):
-        raise ValueError(
-            f"{folder} holds a model and an adapter ({CONFIG}); merge them with mbd convert {folder} "
-            f"--adapter {folder} --out DIR, or move the adapter to a folder of its own"
-        )
-
-
 def read_adapter(folder: Path, config: ModelConfig, *, shard: Shard | None = None) -> Adapter:
     """The adapter in `folder` for a model of `config`, in float32, with its scale (alpha / r, or alpha / sqrt r) in B.
 

@@ -23,6 +23,7 @@ from mbd_core.checkpoint.base_values import check_base
 from mbd_core.checkpoint.config import load_config
 from mbd_core.checkpoint.dcp import DcpFolder, recorded_recipe, save_dcp
 from mbd_core.checkpoint.families import FAMILIES
+from mbd_core.checkpoint.loading import refuse_adapter_beside
 from mbd_core.checkpoint.model_family import ExpertLayout, Format
 from mbd_core.checkpoint.safetensor_files import MAX_SHARD_BYTES, METADATA, HfFolder, ShardWriter, read_json
 from mbd_core.checkpoint.saving import MODEL_KIND, check_room, write_configs
@@ -157,7 +158,7 @@ def _plan(
     if (source / METADATA).exists() and not (beside_weights / "config.json").exists():
         raise ValueError(f"{beside_weights} has no config.json; name a folder that has one (--config)")
     if adapter is None:
-        adapters.refuse_adapter_beside(source)
+        refuse_adapter_beside(source)
     config = load_config(beside_weights)
     if has_tokenizer(beside_weights):
         load_tokenizer(beside_weights, config)

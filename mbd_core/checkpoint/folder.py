@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from mbd_core.checkpoint.adapter import refuse_adapter_beside
 from mbd_core.checkpoint.config import load_config, load_generation_defaults
 from mbd_core.checkpoint.families import FAMILIES, default_method
-from mbd_core.checkpoint.loading import refuse_dcp
+from mbd_core.checkpoint.loading import refuse_adapter_beside, refuse_dcp
 from mbd_core.checkpoint.safetensor_files import list_tensors
 from mbd_core.checkpoint.tensors import match_tensors
 from mbd_core.checkpoint.tokenizer import load_tokenizer

@@ -35,6 +35,7 @@ from mbd_core.models.model_config import Fp8Parts, ModelConfig
 from mbd_core.models.quantize import quantize_weights, round_to_int8, rounded_bytes, weight_bytes
 from mbd_core.models.shard import Shard, served_dim
 
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _OWN_DTYPE = (*FLOAT32_ALWAYS, "_values", "_scale")
 """Name endings of tensors that are never cast. The last two belong to FP8 weights."""
 
@@ -158,6 +159,15 @@ def refuse_dcp(folder: Path) -> None:
     if (folder / METADATA).exists():
         raise ValueError(
             f"{folder} is a distributed checkpoint; make a model folder of it with mbd convert DIR --to hf --out OUT"
+        )
+
+
+def refuse_adapter_beside(folder: Path) -> None:
+    """Raise `ValueError` for a model folder that holds an adapter too: transformers' model there is both."""
+    if all((folder / name).is_file() for name in ADAPTER_FILES):
+        raise ValueError(
+            f"{folder} holds a model and an adapter ({ADAPTER_FILES[0]}); merge them with mbd convert {folder} "
+            f"--adapter {folder} --out DIR, or move the adapter to a folder of its own"
         )
 
 
