@@ -1,12 +1,16 @@
 """A machine's properties: its instructions, free memory, the seconds of a call, the speed of its matrix products."""
 
 import ctypes
+import logging
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import psutil
 import torch
+
+LOGGER = logging.getLogger(__name__)
 
 
 def best_seconds(run: Callable[[], object], device: torch.device, repeats: int, *, calls: int = 1) -> float:
@@ -52,6 +56,15 @@ def computes_bfloat16(device: torch.device) -> bool:
     if has["architecture"] == "x86_64":
         return bool(has["avx512_bf16"] or has["amx_bf16"])
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+@cache
+def warn_of_emulation(device: torch.device) -> None:
+    """Warns once in a process if work in bfloat16 on this device will take many times as long as in float32."""
+    if device.type == "cpu" and not computes_bfloat16(device):
+        LOGGER.warning(
+            "this CPU emulates bfloat16, which can take 100 times as long as float32; name float32 or auto instead"
+        )
 
 
 def end_team() -> None:

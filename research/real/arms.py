@@ -42,7 +42,7 @@ class Answered:
     `tau` is the threshold `tau_m2t` where the command names thresholds. `is_valid` says of JSON whether it has the
     schema, `schema` whether it was decoded under it. `nats` is the answer's negative log-likelihood under the base,
     which reads it as `tokens_read`. Published rows lack the texts, because others own them; a digest tells equal
-    texts, because others own them; a digest tells equal texts.
+    texts.
     """
 
     arm: str

@@ -45,6 +45,7 @@ from mbd_core.multitf.step.quantized_base import quantize_base
 from mbd_core.multitf.step.sample_dropout import SampleDraws
 from mbd_core.multitf.step.sharding import shard_model, whole
 from mbd_core.multitf.step.teaching import Teacher, taught_loss
+from mbd_core.ops.machine import warn_of_emulation
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,8 @@ class Updater:
     ) -> None:
         self.device = next(model.parameters()).device if device is None else device
         self.precision = compute_precision(config.precision, self.device)
+        if self.precision == "bfloat16":
+            warn_of_emulation(self.device)
         self.model = model.train()
         self._draws = None if config.lora is None else add_adapter(model, config.lora, seed=config.seed)
         if config.lora is not None and config.lora.quantize_base:

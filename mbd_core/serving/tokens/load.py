@@ -19,7 +19,7 @@ from mbd_core.engine.memory.huge_pages import in_huge_pages
 from mbd_core.engine.parallel.leader import ParallelEngine, start_parallel
 from mbd_core.models.model_config import Fp8Parts, ModelConfig
 from mbd_core.models.quantize import is_int8, quantized_parts
-from mbd_core.ops.machine import computes_bfloat16, end_team
+from mbd_core.ops.machine import computes_bfloat16, end_team, warn_of_emulation
 from mbd_core.serving.tokens.draft_folder import check_draft_folder, drafted_defaults, read_draft
 from mbd_core.trace.recorder import TraceRecorder
 
@@ -99,6 +99,8 @@ def load_engine(
     config = slots_chosen(contents, config)
     device = device or default_device()
     dtype = engine_dtype(config.dtype, contents, device)
+    if dtype == torch.bfloat16:
+        warn_of_emulation(device)
     grammars = grammars_of(contents.tokenizer, contents.config)
     engine: Engine
     if tensor_parallel != 1:
