@@ -29,6 +29,7 @@ from mbd_core.multitf.run.log import say
 from mbd_core.multitf.run.start import StartingPoint
 from mbd_core.multitf.run.worker import settle_precision, train_worker
 from mbd_core.multitf.step.memory import fitting, plan_lines
+from mbd_core.multitf.step.trainer import Diverged
 from mbd_core.multitf.step.workers import Workers
 from mbd_core.ops.machine import free_host_memory
 
@@ -87,8 +88,8 @@ def fit(run: TrainingRun) -> int:
     """Trains on the connected cluster until the last step. Returns the number of updates done before the workers' last
     start.
 
-    Goes on from the newest checkpoint in the run's folder. Raises `ClusterTooSmall`, and Ray's `TrainingFailedError`
-    once a worker was lost more than `max_failures` times.
+    Goes on from the newest checkpoint in the run's folder. Raises `ClusterTooSmall`, `Diverged`, and Ray's
+    `TrainingFailedError` once a worker was lost more than `max_failures` times.
     """
     workers = plan_workers(run)
     storage_path, filesystem = run.storage.for_ray()
@@ -105,16 +106,25 @@ def fit(run: TrainingRun) -> int:
             failure_config=FailureConfig(max_failures=run.max_failures),
         ),
     )
-    resumed_after: int = trainer.fit().return_value
-    return resumed_after
+    end: int | Diverged = trainer.fit().return_value
+    if isinstance(end, Diverged):
+        raise end
+    return end
 
 
-def train_on_ray(config: dict[str, Any]) -> int:
+def train_on_ray(config: dict[str, Any]) -> int | Diverged:
     """A worker's training, from its start to its end. The first rank also writes record, log and model.
 
-    Returns the number of updates that were done before this start.
+    Returns the number of updates that were done before this start. Returns the error of a run that diverged, because
+    Ray counts what a worker raises as a lost worker, and would begin the run again.
     """
-    run: TrainingRun = config["run"]
+    try:
+        return _train(config["run"])
+    except Diverged as error:
+        return error
+
+
+def _train(run: TrainingRun) -> int:
     assert run.sharding != "auto"
     run.paths.check_shared()
     context = ray.train.get_context()

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from mbd_core.multitf.run.beginning import prepare
 from mbd_core.multitf.run.checkpoints import MARKER
 from mbd_core.multitf.run.curve_file import LOSSES
 from mbd_core.multitf.run.start import StartingPoint
-from mbd_core.multitf.step.trainer import Trainer
+from mbd_core.multitf.step.trainer import Diverged, Trainer
 from mbd_core.storage.folder import Folder
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -69,6 +70,14 @@ def test_two_workers_train_what_one_process_trains(undisturbed, tiny_recipe):
     load_tokenizer(undisturbed.out.path, written.config)
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(written.state_dict()[name], tensor, rtol=1e-2, atol=5e-3)  # written in bfloat16
+
+
+def test_a_run_that_diverged_is_not_begun_again(ray_cluster, tiny_recipe, tmp_path):
+    run = start(replace(tiny_recipe, train=replace(tiny_recipe.train, lr=1e8, warmup=0)), tmp_path, "diverged")
+    assert run.max_failures > 0
+    with pytest.raises(Diverged, match=r"update \d+ has gradients that are not finite.* lower learning rate than 1e"):
+        fit(run)
+    assert not run.out.exists()
 
 
 @pytest.mark.slow

@@ -109,6 +109,10 @@ class Objective(nn.Module):
         )
 
 
+class Diverged(RuntimeError):
+    """A run whose next update has gradients that are no numbers. It would end there again if it were begun again."""
+
+
 class Updater:
     """A model, its optimizers and the count of its updates, for all objectives.
 
@@ -193,11 +197,11 @@ class Updater:
     def _apply(self) -> float:
         """Updates the weights by their gradients, and returns the gradients' norm before clipping.
 
-        Raises `RuntimeError`, on every worker, if the norm is not finite: the update would leave no weight a number.
+        Raises `Diverged`, on every worker, if the norm is not finite: the update would leave no weight a number.
         """
         norm = whole(nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)).item()
         if not math.isfinite(norm):
-            raise RuntimeError(
+            raise Diverged(
                 f"update {self.step_number + 1} has gradients that are not finite, so the run ends before it: give a "
                 f"lower learning rate than {self.config.lr:g}, or a longer warm-up"
             )

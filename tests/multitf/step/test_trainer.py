@@ -16,7 +16,7 @@ from mbd_core.multitf.run.beginning import prepare
 from mbd_core.multitf.run.start import StartingPoint
 from mbd_core.multitf.states.batch import MultiTFBatch
 from mbd_core.multitf.states.layout import StateConfig
-from mbd_core.multitf.step.trainer import Trainer
+from mbd_core.multitf.step.trainer import Diverged, Trainer
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -56,7 +56,7 @@ def test_a_run_that_diverged_ends_before_its_weights_are_no_numbers(tiny_recipe)
     trainer = new_trainer(replace(tiny_recipe, train=replace(tiny_recipe.train, lr=1e8, warmup=0)))
     trainer.step()
     before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
-    with pytest.raises(RuntimeError, match=r"update 2 has gradients that are not finite.* than 1e"):
+    with pytest.raises(Diverged, match=r"update 2 has gradients that are not finite.* than 1e"):
         trainer.step()
     assert trainer.step_number == 1
     assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.model.state_dict().items())
