@@ -95,8 +95,9 @@ def _int8_module(module: nn.Module) -> Int8Module:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters and buffers, each counted once."""
-    return sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
+    """Bytes of all parameters and buffers, each counted once, and of packed weights."""
+    packed = sum(module.packed_bytes for module in model.modules() if isinstance(module, Int8Module))
+    return packed + sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
 
 
 def rounded_bytes(model: Decoder, parts: Fp8Parts) -> int:

@@ -1,5 +1,7 @@
 """Int8 products: what rounding may cost, and what no product may depend on."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -7,8 +9,54 @@ from torch.nn import functional as F
 
 from mbd_core.models.mlp import Experts
 from mbd_core.models.model_config import MoEConfig
+from mbd_core.models.quantize import weight_bytes
 from mbd_core.ops.experts.choice import loop_experts
-from mbd_core.ops.layer.int8 import Int8Experts, Int8Linear, int8_product, to_int8
+from mbd_core.ops.layer import int8
+from mbd_core.ops.layer.int8 import (
+    LARGEST,
+    LARGEST_PACKED_WEIGHT,
+    Int8Experts,
+    Int8Linear,
+    int8_product,
+    pack,
+    packed_product,
+    packs_weights,
+    to_int8,
+)
+
+
+@pytest.fixture(params=[False, True], ids=["int_mm", "fbgemm"])
+def largest_weight(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Either way to multiply, whichever this machine would take; the largest value of a weight."""
+    if request.param and "fbgemm" not in torch.backends.quantized.supported_engines:
+        pytest.skip("this torch has no FBGEMM")
+    monkeypatch.setattr(int8, "packs_weights", lambda: request.param)
+    return LARGEST_PACKED_WEIGHT if request.param else LARGEST
+
+
+@pytest.mark.parametrize(
+    ("instructions", "packs"),
+    [
+        ({"architecture": "x86_64", "avx2": True, "avx512_vnni": False, "amx_int8": False}, True),
+        ({"architecture": "x86_64", "avx2": True, "avx512_vnni": True, "amx_int8": False}, False),
+        ({"architecture": "x86_64", "avx2": True, "avx512_vnni": False, "amx_int8": True}, False),
+        ({"architecture": "x86_64", "avx2": False, "avx512_vnni": False, "amx_int8": False}, False),
+        ({"architecture": "aarch64"}, False),
+    ],
+)
+def test_an_x86_cpu_without_vnni_multiplies_by_fbgemm(
+    instructions: dict[str, str | bool], packs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: instructions)
+    assert packs_weights.__wrapped__() == (packs and "fbgemm" in torch.backends.quantized.supported_engines)
+
+
+@pytest.mark.skipif("fbgemm" not in torch.backends.quantized.supported_engines, reason="this torch has no FBGEMM")
+def test_no_sum_of_a_packed_product_overflows() -> None:
+    x, values = torch.full((9, 130), 127.0), torch.full((33, 130), LARGEST_PACKED_WEIGHT, dtype=torch.int8)
+    x[1::2], values[::2] = -127.0, -LARGEST_PACKED_WEIGHT
+    product = packed_product(x, pack(values, torch.ones(33)))
+    assert torch.equal(product, x @ values.float().t())
 
 
 def test_rounding_is_off_by_half_a_step_at_most_and_zeros_stay() -> None:
@@ -23,11 +71,13 @@ def test_rounding_is_off_by_half_a_step_at_most_and_zeros_stay() -> None:
 
 @pytest.mark.parametrize("shape", [(1, 48), (5, 48), (2, 3, 48)])
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_layer_is_the_product_of_its_rounded_factors(shape: tuple[int, ...], bias: bool) -> None:
+def test_a_layer_is_the_product_of_its_rounded_factors(
+    shape: tuple[int, ...], bias: bool, largest_weight: int
+) -> None:
     torch.manual_seed(1)
     wide, x = nn.Linear(48, 20, bias=bias), torch.randn(shape)
     layer = Int8Linear(wide)
-    (values, scale), (rows, row_scale) = to_int8(wide.weight), to_int8(x)
+    (values, scale), (rows, row_scale) = to_int8(wide.weight, largest_weight), to_int8(x)
     expected = F.linear((rows * row_scale).double(), (values * scale).double())
     expected = expected if wide.bias is None else expected + wide.bias.double()
     assert torch.allclose(layer(x).double(), expected, atol=1e-5)
@@ -35,7 +85,7 @@ def test_a_layer_is_the_product_of_its_rounded_factors(shape: tuple[int, ...], b
     assert 0 < error.item() < 0.02
 
 
-def test_a_token_does_not_depend_on_the_tokens_beside_it() -> None:
+def test_a_token_does_not_depend_on_the_tokens_beside_it(largest_weight: int) -> None:
     torch.manual_seed(2)
     layer, x = Int8Linear(nn.Linear(64, 96)), torch.randn(40, 64) * torch.logspace(-3, 3, 40)[:, None]
     together = layer(x)
@@ -43,7 +93,7 @@ def test_a_token_does_not_depend_on_the_tokens_beside_it() -> None:
         assert torch.equal(layer(x[start:stop]), together[start:stop])
 
 
-def test_experts_are_the_loop_over_their_rounded_products() -> None:
+def test_experts_are_the_loop_over_their_rounded_products(largest_weight: int) -> None:
     torch.manual_seed(3)
     moe = MoEConfig(num_experts=6, experts_per_token=2, intermediate_size=24, score="softmax", norm_topk_prob=True)
     wide = Experts(16, moe)
@@ -60,13 +110,17 @@ def test_experts_are_the_loop_over_their_rounded_products() -> None:
     assert torch.equal(Int8Experts(wide)(x[2:3], ids[2:3], weights[2:3]), out[2:3])
 
 
-def test_a_weight_is_rounded_anew_in_place() -> None:
+def test_a_copy_multiplies_alike_and_a_packed_weight_is_counted(largest_weight: int) -> None:
+    layer, x = Int8Linear(nn.Linear(48, 20, bias=False)), torch.randn(3, 48)
+    assert torch.equal(copy.deepcopy(layer)(x), layer(x))
+    assert weight_bytes(layer) == 20 * 48 * (2 if largest_weight == LARGEST_PACKED_WEIGHT else 1) + 20 * 4
+
+
+def test_a_weight_is_rounded_anew_in_place(largest_weight: int) -> None:
     torch.manual_seed(4)
     layer, other = Int8Linear(nn.Linear(8, 8, bias=False)), nn.Linear(8, 8, bias=False)
     place = layer.get_buffer("weight_values")
     layer.round_weight("weight", other.weight)
     assert layer.get_buffer("weight_values") is place
-    x = torch.randn(3, 8)
-    assert torch.equal(
-        layer(x), int8_product(x, *(t.squeeze(-1) if t.dtype != torch.int8 else t for t in to_int8(other.weight)))
-    )
+    x, (values, scale) = torch.randn(3, 8), to_int8(other.weight, largest_weight)
+    assert torch.allclose(layer(x), int8_product(x, values, scale.squeeze(-1)), atol=1e-6)

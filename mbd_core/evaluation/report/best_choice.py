@@ -33,6 +33,12 @@ def check_choice(
             f"--write-best needs all of a sweep, and --shard {shard} computes a part; join the shards with "
             "jobs/report_sweep.py best"
         )
+    scored = [task.name for task in sweep.tasks if task.inputs.scores]
+    if scored:
+        raise ValueError(
+            f"--write-best chooses how answers are decoded, and {', '.join(scored)} compares log-likelihoods, which "
+            "decodes none; sweep it by itself"
+        )
     if by == "tps" and not timing.problems:
         raise ValueError("--write-best tps needs timed runs, and --timed 0 leaves them out; leave out --timed")
     check_halves({task.name: [problem.problem_id for problem in task.problems] for task in sweep.tasks})
