@@ -259,6 +259,7 @@ def train_on_cluster(
     )  # Ray takes seconds to import: bad input is refused before that
     from cluster.failures import CLUSTER_FAILURES, failure_text, reason
     from cluster.local import connect
+    from mbd_core.multitf.step.trainer import Diverged
 
     connect(address=address, num_cpus=max(4, training.num_workers + 1))
     with with_paths(training) as training:
@@ -266,6 +267,9 @@ def train_on_cluster(
         begin(training, resume=resume)
         try:
             fit(training)
+        except Diverged as error:
+            training.folder.write_text(FAILURE, failure_text(error))
+            raise RuntimeError(f"the training failed: {error}; the run lies in {training.folder}") from error
         except CLUSTER_FAILURES as error:
             training.folder.write_text(FAILURE, failure_text(error))
             raise RuntimeError(

@@ -63,7 +63,7 @@ def warn_of_emulation(device: torch.device) -> None:
     """Warns once in a process if work in bfloat16 on this device will take many times as long as in float32."""
     if device.type == "cpu" and not computes_bfloat16(device):
         LOGGER.warning(
-            "this CPU emulates bfloat16, which can take 100 times as long as float32; name float32 or auto instead"
+            "this CPU emulates bfloat16, which can take 100 times as long as float32: name float32 or auto in new runs"
         )
 
 

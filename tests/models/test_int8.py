@@ -15,6 +15,7 @@ from mbd_core.models.decoder import Decoder
 from mbd_core.models.mlp import Experts
 from mbd_core.models.quantize import is_int8, quantized_parts, round_to_int8, weight_bytes
 from mbd_core.ops.attention.whole import DenseAttention
+from mbd_core.ops.layer.int8 import packs_weights
 
 SMALL = {
     "sdar": {},
@@ -44,7 +45,9 @@ def test_a_rounded_model_is_near_the_wide_one_and_has_no_wide_product(family: st
     rounded = round_to_int8(copy.deepcopy(wide))
     assert is_int8(rounded) and not is_int8(wide) and quantized_parts(rounded) is None
     assert not [m for m in rounded.modules() if isinstance(m, (nn.Linear, Experts))]
-    assert planned_bytes(wide.config, torch.int8) == weight_bytes(rounded) < weight_bytes(wide)
+    assert planned_bytes(wide.config, torch.int8) == weight_bytes(rounded)
+    if not packs_weights():  # FBGEMM fills 64 inputs up to 512
+        assert weight_bytes(rounded) < weight_bytes(wide)
     tokens = torch.arange(2, 2 + 32) % wide.config.vocab_size
     given, expected = logits_of(rounded, tokens), logits_of(wide, tokens)
     error = ((given - expected).norm() / expected.norm()).item()

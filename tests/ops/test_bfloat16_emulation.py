@@ -53,5 +53,5 @@ def train_once(recipe: TrainingRecipe) -> None:
 
 def warned(caplog: pytest.LogCaptureFixture) -> int:
     """The number of warnings, each of which says what to do."""
-    assert all("name float32 or auto instead" in record.getMessage() for record in caplog.records)
+    assert all("name float32 or auto in new runs" in record.getMessage() for record in caplog.records)
     return len(caplog.records)

@@ -41,7 +41,7 @@ def largest_weight(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
         ({"architecture": "x86_64", "avx2": True, "avx512_vnni": True, "amx_int8": False}, False),
         ({"architecture": "x86_64", "avx2": True, "avx512_vnni": False, "amx_int8": True}, False),
         ({"architecture": "x86_64", "avx2": False, "avx512_vnni": False, "amx_int8": False}, False),
-        ({"architecture": "aarch64"}, False),
+        ({"architecture": "arm64"}, False),
     ],
 )
 def test_an_x86_cpu_without_vnni_multiplies_by_fbgemm(
@@ -55,7 +55,7 @@ def test_an_x86_cpu_without_vnni_multiplies_by_fbgemm(
 def test_no_sum_of_a_packed_product_overflows() -> None:
     x, values = torch.full((9, 130), 127.0), torch.full((33, 130), LARGEST_PACKED_WEIGHT, dtype=torch.int8)
     x[1::2], values[::2] = -127.0, -LARGEST_PACKED_WEIGHT
-    product = packed_product(x, pack(values, torch.ones(33)))
+    product = packed_product(x, pack(values), torch.ones(33))
     assert torch.equal(product, x @ values.float().t())
 
 
@@ -69,7 +69,7 @@ def test_rounding_is_off_by_half_a_step_at_most_and_zeros_stay() -> None:
     assert not (values * scale)[2].any()
 
 
-@pytest.mark.parametrize("shape", [(1, 48), (5, 48), (2, 3, 48)])
+@pytest.mark.parametrize("shape", [(1, 48), (5, 48), (2, 3, 48), (0, 48)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_layer_is_the_product_of_its_rounded_factors(
     shape: tuple[int, ...], bias: bool, largest_weight: int
@@ -82,7 +82,7 @@ def test_a_layer_is_the_product_of_its_rounded_factors(
     expected = expected if wide.bias is None else expected + wide.bias.double()
     assert torch.allclose(layer(x).double(), expected, atol=1e-5)
     error = (layer(x) - wide(x)).norm() / wide(x).norm()
-    assert 0 < error.item() < 0.02
+    assert 0 < error.item() < 0.02 or not len(x)
 
 
 def test_a_token_does_not_depend_on_the_tokens_beside_it(largest_weight: int) -> None:
@@ -111,16 +111,18 @@ def test_experts_are_the_loop_over_their_rounded_products(largest_weight: int) -
 
 
 def test_a_copy_multiplies_alike_and_a_packed_weight_is_counted(largest_weight: int) -> None:
+    """FBGEMM fills a weight of 20 x 48 up to blocks of 8 x 512, with AVX512 to blocks of 32 x 256."""
     layer, x = Int8Linear(nn.Linear(48, 20, bias=False)), torch.randn(3, 48)
     assert torch.equal(copy.deepcopy(layer)(x), layer(x))
-    assert weight_bytes(layer) == 20 * 48 * (2 if largest_weight == LARGEST_PACKED_WEIGHT else 1) + 20 * 4
+    packed = 32 * 256 if torch.cpu.get_capabilities().get("avx512_f") else 24 * 512
+    assert weight_bytes(layer) == (packed if largest_weight == LARGEST_PACKED_WEIGHT else 20 * 48) + 20 * 4
 
 
 def test_a_weight_is_rounded_anew_in_place(largest_weight: int) -> None:
     torch.manual_seed(4)
     layer, other = Int8Linear(nn.Linear(8, 8, bias=False)), nn.Linear(8, 8, bias=False)
-    place = layer.get_buffer("weight_values")
+    places = dict(layer.named_buffers())
     layer.round_weight("weight", other.weight)
-    assert layer.get_buffer("weight_values") is place
+    assert all(layer.get_buffer(name) is place for name, place in places.items())
     x, (values, scale) = torch.randn(3, 8), to_int8(other.weight, largest_weight)
-    assert torch.allclose(layer(x), int8_product(x, values, scale.squeeze(-1)), atol=1e-6)
+    assert torch.equal(layer(x), int8_product(x, values, scale.squeeze(-1)))

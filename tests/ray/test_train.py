@@ -288,6 +288,16 @@ def test_a_training_that_fails_is_one_sentence_and_its_traceback_a_file(
     assert str(error) in traceback
 
 
+def test_a_run_that_diverged_is_one_sentence_that_asks_for_no_resumption(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error, run = Diverged("update 2 has gradients that are not finite"), tmp_path / "tiny-mbd"
+    assert failing_job(monkeypatch, capsys, tmp_path, stage="fit", error=error) == (
+        f"train_multitf: the training failed: {error}; the run lies in {run}\n"
+    )
+    assert str(error) in (run / "failure.txt").read_text()
+
+
 def test_a_cluster_that_does_not_start_leaves_nothing_behind(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -110,7 +110,7 @@ class Objective(nn.Module):
 
 
 class Diverged(RuntimeError):
-    """A run whose next update has gradients that are no numbers. It would end there again if it were begun again."""
+    """The gradients of the next update are not finite. The same run would end there again."""
 
 
 class Updater:

@@ -1,13 +1,13 @@
 """Matrix products in int8, for CPUs: weights with a scale per output channel, inputs with a scale per token.
 
 A block of tokens is bound by arithmetic on a CPU, a single token by the bytes of the weights, and int8 saves both
-(`python -m benchmarks forward --dtype auto,int8`). The sums are exact (int32), and a token's scale is its own, so a
-token's result does not depend on the other tokens of the call.
+where bfloat16 is not computed in hardware (`python -m benchmarks forward --dtype auto,int8`). The sums are exact
+(int32), and a token's scale is its own, so a token's result does not depend on the other tokens of the call.
 
-A CPU with VNNI multiplies by `torch._int_mm`, which an x86 CPU without it computes 20 times slower than float32. Such
-a CPU multiplies by FBGEMM, torch's own library of quantised products, whose AVX2 kernels add two products in 16 bits:
-7 bits of a weight and 8 of an input fit there. So a token's values are off by at most 1/254 of their largest
-magnitude, and an output channel's weights by 1/254 or, without VNNI, 1/126.
+A CPU with AVX512-VNNI multiplies by `torch._int_mm`, whose product takes ten times as long as float32's on an x86 CPU
+without it. Such a CPU multiplies by FBGEMM, torch's own library of quantised products, whose AVX2 kernels add two
+products in 16 bits: 7 bits of a weight and 8 of an input fit there. So a token's values are off by at most 1/254 of
+their largest magnitude, and an output channel's weights by 1/254 or, in FBGEMM, 1/126.
 
 Shape legend: T tokens, O output channels, I input channels, D model width, E experts, F expert width, K experts a
 token; `...` is any leading shape.
@@ -26,6 +26,7 @@ LARGEST = 127
 LARGEST_PACKED_WEIGHT = 63
 """2 * 63 * 255 fits into 16 bits, where 255 is the largest input as FBGEMM has it, without a sign."""
 _ZERO_POINT = 128
+warnings.filterwarnings("ignore", "torch.quantize_per_tensor", UserWarning)  # quantised tensors are deprecated
 
 
 @cache
@@ -60,55 +61,60 @@ def int8_product(x: Tensor, values_OI: Tensor, scale_O: Tensor) -> Tensor:
     return (sums_TO * scale_T1 * scale_O).to(x.dtype).unflatten(0, x.shape[:-1])
 
 
-def pack(values_OI: Tensor, scale_O: Tensor) -> Any:
-    """A weight as FBGEMM reads it. Its values are of magnitude `LARGEST_PACKED_WEIGHT` at most."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.quantize_per_tensor", UserWarning)  # a later torch has other names
-        zeros = torch.zeros(len(scale_O), dtype=torch.long)
-        weight = torch._make_per_channel_quantized_tensor(values_OI, scale_O, zeros, 0)
-        return torch.ops.quantized.linear_prepack(weight, None)
+def pack(values_OI: Tensor) -> Any:
+    """A weight in FBGEMM's order. Its values are of magnitude `LARGEST_PACKED_WEIGHT` at most."""
+    return torch.ops.quantized.linear_prepack(torch._make_per_tensor_quantized_tensor(values_OI, 1.0, 0), None)
 
 
-def packed_product(x: Tensor, weight: Any) -> Tensor:
+def packed_product(x: Tensor, weight: Any, scale_O: Tensor) -> Tensor:
     """`int8_product` (..., O) of `x` (..., I) and a packed weight."""
     values_TI, scale_T1 = _rounded(x.flatten(0, -2).float(), LARGEST)
     multiply = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
     sums_TO = multiply(values_TI, 1.0, _ZERO_POINT, weight)  # of whole numbers, which a scale of 1 leaves as they are
-    return sums_TO.mul_(scale_T1).to(x.dtype).unflatten(0, x.shape[:-1])
+    return sums_TO.mul_(scale_T1).mul_(scale_O).to(x.dtype).unflatten(0, x.shape[:-1])
+
+
+def _packed_bytes(num_outputs: int, num_inputs: int) -> int:
+    """Bytes of a packed weight, which FBGEMM fills up to whole blocks."""
+    outputs, inputs = (32, 256) if torch.cpu.get_capabilities()["avx512_f"] else (8, 512)
+    return -(-num_outputs // outputs) * outputs * -(-num_inputs // inputs) * inputs
 
 
 class Int8Module(nn.Module):
-    """Holds weights as buffers `<name>_values` (..., O, I) and `<name>_scale` (..., O), and packed where the machine
-    multiplies so."""
+    """Holds weights as buffers `<name>_values` (..., O, I) and `<name>_scale` (..., O).
+
+    Where `packs_weights()`, packed weights are in the place of the values. `round_weight` alone changes a weight.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._packed: dict[str, list[Any]] = {}  # of a name each expert's weight, or the one weight
+        self._packed: dict[str, list[Any]] = {}  # by name: the packed weight of each expert, or of the layer
+        self.packed_bytes = 0
 
     def round_weight(self, name: str, wide: Tensor) -> None:
         """Rounds `wide` (..., O, I) into the weight of this name, in place if the weight exists already."""
-        values, scale = to_int8(wide.detach(), LARGEST_PACKED_WEIGHT if packs_weights() else LARGEST)
-        for kind, new in (("values", values), ("scale", scale.squeeze(-1))):
+        packs = packs_weights()
+        values, scale = to_int8(wide.detach(), LARGEST_PACKED_WEIGHT if packs else LARGEST)
+        new = {"scale": scale.squeeze(-1)} | ({} if packs else {"values": values})
+        for kind, tensor in new.items():
             if f"{name}_{kind}" in self._buffers:
-                self.get_buffer(f"{name}_{kind}").copy_(new)
+                self.get_buffer(f"{name}_{kind}").copy_(tensor)
             else:
-                self.register_buffer(f"{name}_{kind}", new)
-        if packs_weights() and values.device.type == "cpu":
-            each = zip(values.reshape(-1, *values.shape[-2:]), scale.reshape(-1, values.shape[-2]), strict=True)
-            self._packed[name] = [pack(*weight) for weight in each]
-
-    @property
-    def packed_bytes(self) -> int:
-        """Bytes of the packed weights, beside the buffers."""
-        values = [buffer for name, buffer in self.named_buffers(recurse=False) if name.endswith("_values")]
-        return sum(buffer.nbytes for buffer in values) if packs_weights() else 0
+                self.register_buffer(f"{name}_{kind}", tensor)
+        if packs:
+            weights = values.flatten(0, -3) if values.ndim > 2 else values[None]
+            self.packed_bytes += 0 if name in self._packed else len(weights) * _packed_bytes(*values.shape[-2:])
+            self._packed[name] = [] if values.is_meta else [pack(weight) for weight in weights]
 
     def product(self, x: Tensor, name: str, expert: int | None = None) -> Tensor:
         """`x @ weight^T` (..., O) of `x` (..., I); `expert` chooses one of stacked weights."""
+        scale = self.get_buffer(f"{name}_scale")
+        scale_O = scale if expert is None else scale[expert]
         if name in self._packed:
-            return packed_product(x, self._packed[name][expert or 0])
-        values, scale = self.get_buffer(f"{name}_values"), self.get_buffer(f"{name}_scale")
-        return int8_product(x, values, scale) if expert is None else int8_product(x, values[expert], scale[expert])
+            (weight,) = self._packed[name] if expert is None else self._packed[name][expert : expert + 1]
+            return packed_product(x, weight, scale_O)
+        values = self.get_buffer(f"{name}_values")
+        return int8_product(x, values if expert is None else values[expert], scale_O)
 
 
 class Int8Linear(Int8Module):
