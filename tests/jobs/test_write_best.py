@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,16 +16,19 @@ from written_sweeps import graded_table, planned_rows, sweep_record, timed_table
 from jobs import report_sweep
 from jobs.eval_sweep import main as eval_main
 from mbd_core.batch.parts import cut
+from mbd_core.batch.timed_cases import Timing
 from mbd_core.checkpoint.base_files import CHOSEN as KEY
 from mbd_core.checkpoint.folder import METHOD_FIELDS, read_folder
 from mbd_core.checkpoint.model_digest import model_digest
 from mbd_core.decoding.blocks.canvas_config import Canvas
 from mbd_core.decoding.blocks.config import T2T, DecodingConfig, decoding_config
+from mbd_core.evaluation.report.best_choice import check_choice
 from mbd_core.evaluation.sweep.choice.best_folder import FILE, author_defaults, edit_notes
 from mbd_core.evaluation.sweep.folder import SweepFolder
 from mbd_core.evaluation.sweep.loading import load_inputs
 from mbd_core.evaluation.sweep.options import SweepOptions
 from mbd_core.evaluation.sweep.plan import plan_sweep
+from mbd_core.evaluation.sweep.shard import SweepShard
 from mbd_core.serving.tokens.load import load_engine
 
 pytestmark = pytest.mark.usefixtures("unrendered_pictures")
@@ -201,3 +205,10 @@ def test_a_sweep_that_could_not_be_chosen_from_does_not_begin(
     error = capsys.readouterr().err
     assert sentence in error and len(error.splitlines()) == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_nothing_is_chosen_on_log_likelihoods() -> None:
+    scored = SimpleNamespace(name="harness:arc", inputs=SimpleNamespace(scores=True), problems=[])
+    sweep: Any = SimpleNamespace(tasks=[scored])
+    with pytest.raises(ValueError, match=r"on harness:arc nothing is decoded.*choose on other tasks"):
+        check_choice(sweep, "accuracy", folders={}, shard=SweepShard(), timing=Timing())

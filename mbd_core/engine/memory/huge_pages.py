@@ -21,8 +21,8 @@ ALIGNMENT = 64
 def in_huge_pages(model: Decoder) -> Decoder:
     """Moves the weights of a model on a CPU into one piece of memory, and returns the model.
 
-    They move one by one, so the peak memory is the model and about one tensor. Weights on a GPU stay where they are.
-    A system without huge pages gives the piece in small ones.
+    They move one by one, so the peak memory is the model and about one tensor. Weights on a GPU stay where they are;
+    packed int8 weights stay in FBGEMM's memory. A system without huge pages gives the piece in small ones.
     """
     tensors = [t for t in (*model.parameters(), *model.buffers()) if t.device.type == "cpu" and t.is_contiguous()]
     holders: dict[int, list[Tensor]] = {}  # a tied head may be a tensor of its own on the same memory

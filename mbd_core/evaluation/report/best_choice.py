@@ -36,8 +36,8 @@ def check_choice(
     scored = [task.name for task in sweep.tasks if task.inputs.scores]
     if scored:
         raise ValueError(
-            f"--write-best chooses how answers are decoded, and {', '.join(scored)} compares log-likelihoods, which "
-            "decodes none; sweep it by itself"
+            f"--write-best chooses how answers are decoded, and on {', '.join(scored)} nothing is decoded: "
+            "log-likelihoods are compared there; choose on other tasks"
         )
     if by == "tps" and not timing.problems:
         raise ValueError("--write-best tps needs timed runs, and --timed 0 leaves them out; leave out --timed")

@@ -354,6 +354,7 @@ def test_likelihoods_under_the_base_are_those_of_transformers(
         "real-schema",
         "real-teacher",
         "real-aup",
+        "real-avx2",
     ],
 )
 def test_the_published_table_is_that_of_the_published_rows(capsys: pytest.CaptureFixture[str], folder: str) -> None:
