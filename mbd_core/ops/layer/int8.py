@@ -33,9 +33,9 @@ warnings.filterwarnings("ignore", "torch.quantize_per_tensor", UserWarning)  # q
 def packs_weights() -> bool:
     """Whether this machine multiplies by FBGEMM, which needs the weights in an order of its own."""
     has = torch.cpu.get_capabilities()
-    if has["architecture"] != "x86_64" or has["avx512_vnni"] or has["amx_int8"]:
+    if has["architecture"] != "x86_64" or has.get("avx512_vnni") or has.get("amx_int8"):
         return False
-    return bool(has["avx2"]) and "fbgemm" in torch.backends.quantized.supported_engines
+    return bool(has.get("avx2")) and "fbgemm" in torch.backends.quantized.supported_engines
 
 
 def to_int8(wide: Tensor, largest: int = LARGEST) -> tuple[Tensor, Tensor]:
@@ -76,7 +76,7 @@ def packed_product(x: Tensor, weight: Any, scale_O: Tensor) -> Tensor:
 
 def _packed_bytes(num_outputs: int, num_inputs: int) -> int:
     """Bytes of a packed weight, which FBGEMM fills up to whole blocks."""
-    outputs, inputs = (32, 256) if torch.cpu.get_capabilities()["avx512_f"] else (8, 512)
+    outputs, inputs = (32, 256) if torch.cpu.get_capabilities().get("avx512_f") else (8, 512)
     return -(-num_outputs // outputs) * outputs * -(-num_inputs // inputs) * inputs
 
 
