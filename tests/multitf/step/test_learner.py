@@ -68,24 +68,17 @@ def test_a_report_says_what_was_learned_from(answers: list[ReplayedAnswer]) -> N
 
 @pytest.mark.parametrize("name", ["TraceRL", "LightningRL"])
 def test_parts_of_an_update_are_the_update(answers: list[ReplayedAnswer], name: str) -> None:
-    """AdamW divides a gradient by its own size, and so it multiplies the rounding of a small one: weights are compared
-    where the gradients are not small, gradients everywhere."""
-    reports, weights, gradients = [], [], []
+    """In float64: AdamW divides a gradient by its own size, and so it multiplies the rounding of a small one."""
+    reports, weights = [], []
     for train in ({}, {"micro_batch": 3}, {"pack": 900, "micro_batch": 2}):
-        one = learner(OBJECTIVES[name], **train)
+        one = learner(OBJECTIVES[name], build().double(), **train)
         one.update(answers)
         reports.append(gist(one.update(answers)))
         weights.append(one.weights())
-        states = one.optimizers[0].state
-        gradients.append({n: states[p]["exp_avg"].clone() for n, p in one.model.named_parameters()})
-    for report, tensors, means in zip(reports[1:], weights[1:], gradients[1:], strict=True):
+    for report, tensors in zip(reports[1:], weights[1:], strict=True):
         for number in ("loss", "policy_loss", "nll_loss", "grad_norm", "entropy", "d_mean"):
             assert report[number] == pytest.approx(reports[0][number], rel=1e-4, abs=1e-7), number
-        for parameter, expected in gradients[0].items():
-            largest = expected.abs().max()
-            assert torch.allclose(means[parameter], expected, rtol=1e-4, atol=1e-5 * largest), parameter
-            kept = expected.abs() > 1e-2 * largest
-            assert torch.allclose(tensors[parameter][kept], weights[0][parameter][kept], atol=2e-5), parameter
+        assert all(torch.allclose(tensors[n], weights[0][n], atol=2e-5) for n in tensors)
     assert reports[2]["positions"] < reports[0]["positions"]
 
 
