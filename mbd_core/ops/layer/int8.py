@@ -4,8 +4,8 @@ A block of tokens is bound by arithmetic on a CPU, a single token by the bytes o
 where bfloat16 is not computed in hardware (`python -m benchmarks forward --dtype auto,int8`). The sums are exact
 (int32), and a token's scale is its own, so a token's result does not depend on the other tokens of the call.
 
-A CPU with AVX512-VNNI multiplies by `torch._int_mm`, whose product takes ten times as long as float32's on an x86 CPU
-without it. Such a CPU multiplies by FBGEMM, torch's own library of quantised products, whose AVX2 kernels add two
+A CPU with AVX512-VNNI multiplies by `torch._int_mm`, which is slower than float32 on an x86 CPU without it. Such a CPU
+multiplies by FBGEMM, torch's own library of quantised products, whose AVX2 kernels add two
 products in 16 bits: 7 bits of a weight and 8 of an input fit there. So a token's values are off by at most 1/254 of
 their largest magnitude, and an output channel's weights by 1/254 or, in FBGEMM, 1/126.
 
