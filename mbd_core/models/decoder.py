@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mbd_core.models.gemma import Denoising, GemmaLayer, GemmaNorm, SelfConditioning
-from mbd_core.models.layer_parts import Attend, Reduce, RMSNorm, join, pieces
+from mbd_core.models.layer_parts import Attend, Reduce, RMSNorm, join, pieces, together
 from mbd_core.models.lora import Adapt, TokenAdapters, adapted
 from mbd_core.models.mlp import MoE, Router, SwiGLU
 from mbd_core.models.model_config import ModelConfig
@@ -38,9 +38,10 @@ class Attention(nn.Module):
 
     def project(self, x: Tensor, rope: Rope | None, adapt: Adapt | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (..., H, C), keys and values (..., K, C) of `x` (..., D), normed, then rotated by a `rope`."""
-        q = adapted(self.q_proj(x), adapt, "q_proj", x).unflatten(-1, (-1, self.head_dim))
-        k = adapted(self.k_proj(x), adapt, "k_proj", x).unflatten(-1, (-1, self.head_dim))
-        v = adapted(self.v_proj(x), adapt, "v_proj", x).unflatten(-1, (-1, self.head_dim))
+        q, k, v = together((self.q_proj, self.k_proj, self.v_proj), x)
+        q = adapted(q, adapt, "q_proj", x).unflatten(-1, (-1, self.head_dim))
+        k = adapted(k, adapt, "k_proj", x).unflatten(-1, (-1, self.head_dim))
+        v = adapted(v, adapt, "v_proj", x).unflatten(-1, (-1, self.head_dim))
         q = q if self.q_norm is None else self.q_norm(q)
         k = k if self.k_norm is None else self.k_norm(k)
         return (q, k, v) if rope is None else (rope.rotate_queries(q), rope.rotate(k), v)

@@ -8,11 +8,10 @@ Shape legend: T packed tokens, D hidden, H query heads, K key/value heads, N = H
 P positions.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from mbd_core.models.decoder import Decoder, DecoderLayer
@@ -20,6 +19,7 @@ from mbd_core.models.layer_parts import Attend, Reduce, RMSNorm
 from mbd_core.models.lora import TokenAdapters
 from mbd_core.models.mlp import MoE, SwiGLU
 from mbd_core.models.model_config import ModelConfig
+from mbd_core.models.products import add_product, is_product, product_of
 from mbd_core.models.rope import rotary
 
 
@@ -31,9 +31,7 @@ class FusedLayer:
         self._heads, self._head_dim = config.num_heads, config.head_dim
         self._rotating = config.num_heads + config.num_kv_heads
         self._reduce = model.reduce
-        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        self._qkv = join_storage([p.weight for p in projections])
-        self._qkv_bias = join_storage([p.bias for p in projections]) if config.qkv_bias else None
+        self._qkv = product_of(attention.q_proj, attention.k_proj, attention.v_proj)
         self._head_gains: tuple[Tensor, ...] = ()
         self._head_norm: Norm | None = None
         if attention.q_norm is not None and attention.k_norm is not None:
@@ -42,7 +40,7 @@ class FusedLayer:
                 attention.k_norm.weight.expand(config.num_kv_heads, -1),
             )
             self._head_norm = Norm(torch.cat(self._head_gains), config.rms_norm_eps)
-        self._out = attention.o_proj.weight.detach().t()
+        self._out = product_of(attention.o_proj)
         self._input_norm, self._output_norm = Norm.of(layer.input_layernorm), Norm.of(layer.post_attention_layernorm)
         self._experts = layer.mlp if isinstance(layer.mlp, MoE) else None
         swiglu = layer.mlp.shared_experts if isinstance(layer.mlp, MoE) else layer.mlp
@@ -64,7 +62,7 @@ class FusedLayer:
     ) -> Tensor:
         """The residual stream after this layer."""
         inner = self._input_norm(x_TD)
-        qkv = F.linear(inner, self._qkv, self._qkv_bias)
+        qkv = self._qkv(inner)
         if adapters is not None:
             qkv.addmm_(*adapters.joint(index, "qkv", inner))
         qkv = qkv.view(len(qkv), -1, self._head_dim)
@@ -88,14 +86,14 @@ class FusedSwiGLU:
     """A SwiGLU with two matrix products."""
 
     def __init__(self, mlp: SwiGLU) -> None:
-        self.gate_up = join_storage([mlp.gate_proj.weight, mlp.up_proj.weight])
-        self.down = mlp.down_proj.weight.detach().t()
+        self.gate_up = product_of(mlp.gate_proj, mlp.up_proj)
+        self.down = product_of(mlp.down_proj)
 
     def add(
         self, to_TD: Tensor, x_TD: Tensor, reduce: Reduce | None, adapters: TokenAdapters | None, layer: int
     ) -> Tensor:
         """`to_TD` plus the MLP of `x_TD`."""
-        gate_up = F.linear(x_TD, self.gate_up)
+        gate_up = self.gate_up(x_TD)
         if adapters is not None:
             gate_up.addmm_(*adapters.joint(layer, "gate_up", x_TD))
         gate_TF, up_TF = gate_up.chunk(2, dim=-1)
@@ -185,48 +183,11 @@ class Rotations:
         return None if self._query_scale_P11 is None else self._query_scale_P11.index_select(0, positions_T)
 
 
-def add_product(
-    x: Tensor, left: Tensor, right: Tensor, reduce: Reduce | None, more: tuple[Tensor, Tensor] | None = None
-) -> Tensor:
-    """`x + left @ right`, plus the product of `more`. `reduce` sums both over the ranks if each rank has a part."""
-    if reduce is None:
-        x = torch.addmm(x, left, right)
-        return x if more is None else x.addmm_(*more)
-    product = left @ right
-    return x + reduce(product if more is None else product.addmm_(*more))
-
-
-def join_storage(parameters: Sequence[Tensor]) -> Tensor:
-    """Join the parameters along their first dimension into one tensor; each parameter becomes a slice of it.
-
-    Nothing moves if they are already adjacent.
-    """
-    first = parameters[0]
-    num_rows = sum(p.shape[0] for p in parameters)
-    if _adjacent(parameters):
-        return first.detach().as_strided((num_rows, *first.shape[1:]), first.stride())
-    joint = torch.cat([p.detach() for p in parameters])
-    for parameter, part in zip(parameters, joint.split([p.shape[0] for p in parameters]), strict=True):
-        parameter.data = part
-    return joint
-
-
-def _adjacent(parameters: Sequence[Tensor]) -> bool:
-    first = parameters[0]
-    place = first.storage_offset()
-    for p in parameters:
-        shares_storage = p.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        if not (shares_storage and p.is_contiguous() and p.storage_offset() == place):
-            return False
-        place += p.numel()
-    return True
-
-
 def fusible(layer: DecoderLayer) -> bool:
-    """Whether all products of the layer are plain linear layers, none in FP8."""
+    """Whether the layer has a fused form: none of its products is in FP8."""
     attention, mlp = layer.self_attn, layer.mlp
     swiglu = mlp.shared_experts if isinstance(mlp, MoE) else mlp
     products = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
     if isinstance(swiglu, SwiGLU):
         products += [swiglu.gate_proj, swiglu.up_proj, swiglu.down_proj]
-    return all(type(p) is nn.Linear for p in products)
+    return all(map(is_product, products))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mbd_core.models.layer_parts import Attend, Reduce, RMSNorm, join, pieces
+from mbd_core.models.layer_parts import Attend, Reduce, RMSNorm, join, pieces, together
 from mbd_core.models.lora import TokenAdapters
 from mbd_core.models.mlp import Experts, Router, SwiGLU, experts_kernel
 from mbd_core.models.model_config import ModelConfig
@@ -72,8 +72,9 @@ class GemmaAttention(nn.Module):
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (..., H, C), keys and values (..., K, C) of `x` (..., D), normed and not yet rotated."""
-        q, k = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj))
-        v = k if self.v_proj is None else self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        projections = [p for p in (self.q_proj, self.k_proj, self.v_proj) if p is not None]
+        q, k, *own_v = (out.unflatten(-1, (-1, self.head_dim)) for out in together(projections, x))
+        v = own_v[0] if own_v else k
         return self.q_norm(q), self.k_norm(k), unit_rms(v, self.eps).to(v.dtype)
 
 

@@ -13,7 +13,6 @@ from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from mbd_core.models.decoder import Decoder, DecoderLayer
 from mbd_core.models.fused_layer import FusedLayer, FusedSwiGLU, Norm, Rotations
@@ -91,7 +90,7 @@ class KernelLayer(FusedLayer):
     ) -> Stream:
         """The residual stream after this layer."""
         x_TD, inner_TD = stream.normed(self._input_norm)
-        qkv = F.linear(inner_TD, self._qkv, self._qkv_bias)
+        qkv = self._qkv(inner_TD)
         if adapters is not None:
             qkv.addmm_(*adapters.joint(index, "qkv", inner_TD))
         keys_LKC, values_LKC, places_T = attend.places(index)
@@ -111,7 +110,7 @@ class KernelLayer(FusedLayer):
             q_THC = q_THC.mul_(scale_T11)
         attended = attend.attend_stored(index, q_THC).flatten(1)
         place_TD = self._place(0, x_TD)
-        out_TD = torch.mm(attended, self._out, out=place_TD)
+        out_TD = torch.mm(attended, self._out.weight_IO, out=place_TD)
         if adapters is not None:
             out_TD.addmm_(*adapters.joint(index, "out", attended))
         x_TD, inner_TD = self._over_ranks(0, x_TD, out_TD, place_TD).normed(self._output_norm)
@@ -161,9 +160,9 @@ def _swiglu(
     mlp: FusedSwiGLU, x_TD: Tensor, adapters: TokenAdapters | None, layer: int, out_TD: Tensor | None
 ) -> Tensor:
     """The MLP of `x_TD`, written to `out_TD` if it is given."""
-    gate_up = F.linear(x_TD, mlp.gate_up)
+    gate_up = mlp.gate_up(x_TD)
     if adapters is not None:
         gate_up.addmm_(*adapters.joint(layer, "gate_up", x_TD))
     inner_TF = gated(gate_up)
-    part_TD = torch.mm(inner_TF, mlp.down, out=out_TD)
+    part_TD = torch.mm(inner_TF, mlp.down.weight_IO, out=out_TD)
     return part_TD if adapters is None else part_TD.addmm_(*adapters.joint(layer, "down", inner_TF))

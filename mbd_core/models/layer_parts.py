@@ -1,4 +1,4 @@
-"""The parts of layers: attention and sums over ranks as callables, rows computed apart, the norm.
+"""The parts of layers: attention and sums over ranks as callables, rows apart, products of one input, the norm.
 
 Shape legend: ... any leading shape, H query heads, K key/value heads, C head channels.
 """
@@ -8,6 +8,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+
+from mbd_core.ops.layer.int8 import Int8Part
 
 Reduce = Callable[[Tensor], Tensor]
 
@@ -29,6 +31,15 @@ def pieces(x: Tensor, split: Sequence[int] | None) -> list[Tensor]:
 def join(rows: Sequence[Tensor]) -> Tensor:
     """The inverse of `pieces`."""
     return rows[0] if len(rows) == 1 else torch.cat(tuple(rows))
+
+
+def together(layers: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
+    """What each of the linear layers gives for `x`; the parts of a joint product are computed at once."""
+    first = layers[0]
+    if not isinstance(first, Int8Part):
+        return [layer(x) for layer in layers]
+    joint_out = first.joint(x)
+    return [layer.take(joint_out) for layer in layers if isinstance(layer, Int8Part)]
 
 
 class RMSNorm(nn.Module):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mbd_core.models.layer_parts import together
 from mbd_core.models.lora import Adapt, adapted
 from mbd_core.models.model_config import ModelConfig, MoEConfig
 from mbd_core.ops.experts.choice import ExpertsKernel, resolve_experts
@@ -36,7 +37,8 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(width, hidden, bias=False)
 
     def forward(self, x: Tensor, adapt: Adapt | None = None) -> Tensor:
-        gate, up = adapted(self.gate_proj(x), adapt, "gate_proj", x), adapted(self.up_proj(x), adapt, "up_proj", x)
+        gate, up = together((self.gate_proj, self.up_proj), x)
+        gate, up = adapted(gate, adapt, "gate_proj", x), adapted(up, adapt, "up_proj", x)
         inner = self.act(gate) * up
         return adapted(self.down_proj(inner), adapt, "down_proj", inner)
 

@@ -17,11 +17,12 @@ from torch.nn import functional as F
 
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.gemma import GeGLU, GemmaExperts
+from mbd_core.models.lora import PRODUCTS
 from mbd_core.models.mlp import Experts
 from mbd_core.models.model_config import Fp8Parts, ModelConfig
 from mbd_core.ops.experts import fp8
 from mbd_core.ops.experts.fp8 import Fp8Experts, Fp8Linear, fp8_obstacle
-from mbd_core.ops.layer.int8 import Int8Experts, Int8Linear, Int8Module
+from mbd_core.ops.layer.int8 import Int8Experts, Int8Linear, Int8Module, Int8Part
 
 
 def quantize_weights(model: Decoder, parts: Fp8Parts) -> Decoder:
@@ -71,10 +72,22 @@ def round_to_int8(model: Decoder) -> Decoder:
     device = model.model.norm.weight.device.type
     if device not in ("cpu", "meta"):
         raise ValueError(f"dtype=int8 cannot be honoured on {device}: int8 products are for CPUs; use fp8 on a GPU")
+    for parent in list(model.modules()):
+        _join(parent)
     for name in _product_names(model):
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, _int8_module(model.get_submodule(name)))
+        parent_name, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent_name), child, _int8_module(model.get_submodule(name)))
     return model
+
+
+@torch.no_grad()
+def _join(parent: nn.Module) -> None:
+    """Rounds the linear layers of `parent` that read one input to parts of one int8 product."""
+    for names in PRODUCTS.values():
+        layers = {name: layer for name in names if isinstance(layer := getattr(parent, name, None), nn.Linear)}
+        if len(layers) > 1:
+            for name, part in zip(layers, Int8Part.of(list(layers.values())), strict=True):
+                setattr(parent, name, part)
 
 
 def is_int8(model: nn.Module) -> bool:

@@ -1,5 +1,6 @@
 """The fused decoder: every family's numbers, its rank's part, its files to the byte, and memory held once."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +15,10 @@ from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.saving import save_model
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.fused import Norm, fuse
+from mbd_core.models.fused_layer import FusedLayer
 from mbd_core.models.layer_parts import RMSNorm
 from mbd_core.models.model_config import Fp8Parts, ModelConfig
-from mbd_core.models.quantize import quantize_weights
+from mbd_core.models.quantize import quantize_weights, round_to_int8
 from mbd_core.models.shard import Shard, served_dim
 from mbd_core.ops.attention.whole import DenseAttention
 
@@ -57,6 +59,16 @@ def test_fused_double_is_far_closer(family: str) -> None:
     """Norms and rotations keep the decoder's float32; nothing else may be narrow."""
     plain, fused = both(random_model(FAMILIES[family]).double())
     torch.testing.assert_close(fused, plain, atol=2e-7, rtol=2e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fused_int8_is_the_decoder_in_int8(family: str) -> None:
+    """A value of another last bit may round to the next whole number, so what int8 itself errs is the measure."""
+    wide = random_model(FAMILIES[family])
+    rounded = round_to_int8(copy.deepcopy(wide))
+    (plain, fused), (exact, _) = both(rounded), both(wide)
+    assert all(isinstance(layer, FusedLayer) for layer in fuse(rounded, num_positions=LATEST)._layers)
+    assert (fused - plain).norm() < 0.1 * (plain - exact).norm()
 
 
 @pytest.mark.parametrize("family", ["sdar", "llada", "dream", "llada2"])

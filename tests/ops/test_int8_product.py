@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from mbd_core.models.layer_parts import together
 from mbd_core.models.mlp import Experts
 from mbd_core.models.model_config import MoEConfig
 from mbd_core.models.quantize import weight_bytes
@@ -16,7 +17,9 @@ from mbd_core.ops.layer.int8 import (
     LARGEST,
     LARGEST_PACKED_WEIGHT,
     Int8Experts,
+    Int8Joint,
     Int8Linear,
+    Int8Part,
     int8_product,
     pack,
     packed_product,
@@ -83,6 +86,20 @@ def test_a_layer_is_the_product_of_its_rounded_factors(
     assert torch.allclose(layer(x).double(), expected, atol=1e-5)
     error = (layer(x) - wide(x)).norm() / wide(x).norm()
     assert 0 < error.item() < 0.02
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_parts_of_a_joint_product_are_their_layers(bias: bool, largest_weight: int) -> None:
+    torch.manual_seed(5)
+    wides, x = [nn.Linear(48, size, bias=bias) for size in (20, 8, 12)], torch.randn(2, 5, 48)
+    parts = Int8Part.of(wides)
+    model = nn.ModuleList(parts)
+    for part, wide, out in zip(parts, wides, together(parts, x), strict=True):
+        assert torch.equal(out, Int8Linear(wide)(x))
+        assert torch.equal(part(x), out)
+    assert all(torch.equal(a(x), b(x)) for a, b in zip(copy.deepcopy(model), parts, strict=True))
+    bytes_of_biases = sum(4 * wide.out_features for wide in wides) if bias else 0
+    assert weight_bytes(model) == weight_bytes(Int8Joint(wides)) + bytes_of_biases
 
 
 def test_no_token_gives_no_row(largest_weight: int) -> None:

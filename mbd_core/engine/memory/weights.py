@@ -20,7 +20,7 @@ from mbd_core.models.model_config import Fp8Parts
 from mbd_core.models.quantize import quantized_parts
 from mbd_core.models.shard import served_dim
 from mbd_core.ops.experts.fp8 import FP8, BlockShape, Fp8Module, quantize
-from mbd_core.ops.layer.int8 import Int8Module
+from mbd_core.ops.layer.int8 import Int8Joint, Int8Module, Int8Part
 
 WeightSource = Path | Iterable[tuple[str, Tensor]]
 
@@ -111,6 +111,7 @@ def overwrite(model: Decoder, weights: StagedWeights) -> None:
     for name, place in places.items():
         _copy(place, weights.tensors[name])
     num_rounded = 0
+    joined: dict[Int8Joint, list[str]] = {}  # the weights of each joint product, in order
     for prefix, module in model.named_modules():
         if isinstance(module, Fp8Module):
             for buffer, values in module.named_buffers(recurse=False):
@@ -121,12 +122,17 @@ def overwrite(model: Decoder, weights: StagedWeights) -> None:
                     _copy(values, fp8_weight.values)
                     module.get_buffer(f"{weight}_scale").copy_(fp8_weight.scale)
                     num_rounded += 1
-        if isinstance(module, Int8Module):
+        if isinstance(module, Int8Part):
+            joined.setdefault(module.joint, []).append(f"{prefix}.weight")
+        elif isinstance(module, Int8Module) and not isinstance(module, Int8Joint):
             for weight in [name.removesuffix("_scale") for name in module.state_dict() if name.endswith("_scale")]:
                 source = f"{prefix}.{weight}"
                 is_tied = model.config.tie_word_embeddings and source == "lm_head.weight"
                 module.round_weight(weight, weights.tensors["model.embed_tokens.weight" if is_tied else source])
                 num_rounded += not is_tied
+    for joint, sources in joined.items():
+        joint.round_weight("weight", torch.cat([weights.tensors[source] for source in sources]))
+        num_rounded += len(sources)
     assert len(places) + num_rounded == len(weights.tensors), "a staged weight has no place in the model"
 
 

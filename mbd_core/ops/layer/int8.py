@@ -13,8 +13,9 @@ Shape legend: T tokens, O output channels, I input channels, D model width, E ex
 token; `...` is any leading shape.
 """
 
+import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -127,6 +128,41 @@ class Int8Linear(Int8Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out, bias = self.product(x, "weight"), self.bias
+        return out + bias if isinstance(bias, Tensor) else out
+
+
+class Int8Joint(Int8Module):
+    """The products of one input with the weights of several linear layers, side by side: it is rounded once."""
+
+    def __init__(self, wides: Sequence[nn.Linear]) -> None:
+        super().__init__()
+        self.round_weight("weight", torch.cat([wide.weight.detach() for wide in wides]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x, "weight")
+
+
+class Int8Part(nn.Module):
+    """One layer of an `Int8Joint`, with a bias of its own: the joint product's `columns`."""
+
+    def __init__(self, joint: Int8Joint, columns: slice, bias: Tensor | None) -> None:
+        super().__init__()
+        self.joint, self.columns = joint, columns
+        self.register_buffer("bias", None if bias is None else bias.detach())
+
+    @classmethod
+    def of(cls, wides: Sequence[nn.Linear]) -> "list[Int8Part]":
+        """The layers `wides`, which read one input."""
+        joint, ends = Int8Joint(wides), itertools.accumulate((wide.out_features for wide in wides), initial=0)
+        columns = [slice(*bounds) for bounds in itertools.pairwise(ends)]
+        return [cls(joint, own, wide.bias) for own, wide in zip(columns, wides, strict=True)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.take(self.joint(x))
+
+    def take(self, joint_out: Tensor) -> Tensor:
+        """This layer's output, of the joint product's."""
+        out, bias = joint_out[..., self.columns], self.bias
         return out + bias if isinstance(bias, Tensor) else out
 
 
