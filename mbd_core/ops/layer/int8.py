@@ -59,7 +59,7 @@ def int8_product(x: Tensor, values_OI: Tensor, scale_O: Tensor) -> Tensor:
     """`x @ weight^T` (..., O) in the dtype of `x` (..., I), both factors rounded to int8."""
     values_TI, scale_T1 = to_int8(x.flatten(0, -2))
     sums_TO = torch._int_mm(values_TI, values_OI.t())
-    return (sums_TO * scale_T1 * scale_O).to(x.dtype).unflatten(0, x.shape[:-1])
+    return _as(x, (sums_TO * scale_T1).mul_(scale_O))
 
 
 def pack(values_OI: Tensor) -> Any:
@@ -72,7 +72,14 @@ def packed_product(x: Tensor, weight: Any, scale_O: Tensor) -> Tensor:
     values_TI, scale_T1 = _rounded(x.flatten(0, -2).float(), LARGEST)
     multiply = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
     sums_TO = multiply(values_TI, 1.0, _ZERO_POINT, weight)  # of whole numbers, which a scale of 1 leaves as they are
-    return sums_TO.mul_(scale_T1).mul_(scale_O).to(x.dtype).unflatten(0, x.shape[:-1])
+    return _as(x, sums_TO.mul_(scale_T1).mul_(scale_O))
+
+
+def _as(x: Tensor, out_TO: Tensor) -> Tensor:
+    """`out_TO` in the leading shape and the dtype of `x`, by no operation where it has both: between two products each
+    costs several microseconds, because the weights have emptied the processor's caches."""
+    out = out_TO if out_TO.dtype == x.dtype else out_TO.to(x.dtype)
+    return out if x.ndim == 2 else out.unflatten(0, x.shape[:-1])
 
 
 def _packed_bytes(num_outputs: int, num_inputs: int) -> int:
@@ -109,12 +116,12 @@ class Int8Module(nn.Module):
 
     def product(self, x: Tensor, name: str, expert: int | None = None) -> Tensor:
         """`x @ weight^T` (..., O) of `x` (..., I); `expert` chooses one of stacked weights."""
-        scale = self.get_buffer(f"{name}_scale")
+        scale: Tensor = getattr(self, f"{name}_scale")
         scale_O = scale if expert is None else scale[expert]
         if name in self._packed:
             (weight,) = self._packed[name] if expert is None else self._packed[name][expert : expert + 1]
             return packed_product(x, weight, scale_O)
-        values = self.get_buffer(f"{name}_values")
+        values: Tensor = getattr(self, f"{name}_values")
         return int8_product(x, values if expert is None else values[expert], scale_O)
 
 
