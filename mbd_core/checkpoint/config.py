@@ -57,6 +57,8 @@ def read_config(config: Json, generation: Json | None = None) -> ModelConfig:
     recommended = {k: v for k, v in (generation or {}).items() if k in DECODING_KEYS and v is not None}
     published = family.published if config.get("vocab_size") in family.vocab_sizes else {}
     values = {**family.defaults, **published, **recommended, **config}
+    if family.kv_heads_follow and (num_heads := family.keys["num_heads"]) in values:
+        values.setdefault(family.keys["num_kv_heads"], values[num_heads])
     elsewhere = recommended.keys() - config.keys()
 
     def field_value(kind: type, ours: str, theirs: str) -> Any:

@@ -289,8 +289,10 @@ LLAMA = replace(
     model_types=("llama",),
     defaults={"tie_word_embeddings": False, "rope_theta": 10000.0},
     fixed={"attention_bias": False, "hidden_act": "silu", "mlp_bias": False},
+    harmless=QWEN3.harmless | {"max_sequence_length"},  # LLaMA 1's
     accepted={**EVERYWHERE, "is_llama_config": (True,), "rope_interleaved": (False,)},  # SmolLM2's
     head_dim_follows=True,
+    kv_heads_follow=True,
     switches={**AUTOREGRESSIVE, "qk_norm": False},
 )
 MISTRAL = replace(
@@ -298,10 +300,12 @@ MISTRAL = replace(
     model_types=("mistral",),
     fixed={"hidden_act": "silu", "sliding_window": None},
     harmless=OF_ANY_MODEL | {"mask_token_id"},
+    kv_heads_follow=False,
 )
 QWEN2 = replace(
     LLAMA,
     model_types=("qwen2",),
+    kv_heads_follow=False,
     fixed={"hidden_act": "silu", "use_sliding_window": False},
     accepted={**EVERYWHERE, "use_mrope": (False,)},
     switches={**AUTOREGRESSIVE, "qk_norm": False, "qkv_bias": True},

@@ -30,6 +30,7 @@ class ModelFamily:
     rope_scaling        whether its files may scale rotary frequencies, in `rope_scaling` or `rope_parameters`
     rope_parameters     whether we write transformers 5's `rope_parameters`, instead of `rope_theta` and `rope_scaling`
     head_dim_follows    whether a missing head size is the hidden size divided by the number of heads
+    kv_heads_follow     whether a missing number of key/value heads is the number of heads
     switches            fields of `ModelConfig` that follow from the architecture; `moe_switches` fields of `MoEConfig`
     text                the key of config.json that holds the text model's settings, if they are nested. Such a model
                         has `GemmaLayers`, whose keys are `gemma_keys` (`gemma_config.py`)
@@ -53,6 +54,7 @@ class ModelFamily:
     rope_scaling: bool = True
     rope_parameters: bool = False
     head_dim_follows: bool = False
+    kv_heads_follow: bool = False
     switches: Json = field(default_factory=dict)
     moe_keys: Mapping[str, str] | None = None
     moe_switches: Json = field(default_factory=dict)

@@ -115,6 +115,28 @@ def test_logits_are_those_of_transformers(case: tuple[Path, Any]) -> None:
     torch.testing.assert_close(ranks.run(part)[0], expected, rtol=1e-4, atol=1e-4)
 
 
+@torch.inference_mode()
+def test_a_file_of_llama_1_names_no_key_value_heads(tmp_path: Path) -> None:
+    """Such files have `max_sequence_length`, which nobody reads, beside `max_position_embeddings`."""
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(**{**SIZES, "num_key_value_heads": SIZES["num_attention_heads"]})
+    transformers.LlamaForCausalLM(config).eval().save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    written = {**json.loads(file.read_text()), "max_sequence_length": 128}
+    del written["num_key_value_heads"]
+    file.write_text(json.dumps(written))
+    theirs, ids_T = transformers.LlamaForCausalLM.from_pretrained(tmp_path), torch.arange(3, 3 + LENGTH)
+    model = load_model(tmp_path)
+    assert model.config.num_kv_heads == 4 and model.config.max_positions == 256
+    torch.testing.assert_close(logits_of(model, ids_T), theirs(ids_T[None]).logits[0], rtol=1e-4, atol=1e-4)
+    for other in ("mistral", "qwen2"):  # transformers takes 8 and 32 there, whatever the number of heads
+        renamed = {**written, "model_type": other, "architectures": [f"{other.title()}ForCausalLM"]}
+        for key in ("attention_bias", "mlp_bias", "max_sequence_length"):
+            renamed.pop(key)
+        with pytest.raises(ValueError, match="no 'num_key_value_heads'"):
+            read_config(renamed)
+
+
 # Their logits are compared above; the models that they vary are decoded here.
 VARIANTS = ("llama, head size", "qwen2, linear", "qwen3 moe, dense layers")
 
