@@ -44,7 +44,7 @@ class RayOptions:
     """Number of lost workers that the run survives."""
     storage: Annotated[str, Flag(metavar="DIR|URL", opened_by="all")] = "~/mbd-runs"
     """Folder of all runs, which every worker reaches, or a URL as s3://bucket/path."""
-    run_name: Annotated[str | None, Flag(metavar="NAME", default="the recipe's")] = None
+    run_name: Annotated[str | None, Flag(metavar="NAME", default="the recipe's, or that of a given --out")] = None
     """The run's folder in --storage."""
     resume: bool = False
     """Continue the run of this name."""
@@ -52,6 +52,12 @@ class RayOptions:
     """Steps between checkpoints."""
     out: Annotated[str | None, Flag(metavar="DIR|URL", default="STORAGE/NAME/model", opened_by="job")] = None
     """Model folder to write."""
+
+    def name_of_run(self, recipe: TrainingRecipe) -> str:
+        """The run's name. Runs of one recipe that write different models lie in different folders."""
+        if self.run_name is not None:
+            return self.run_name
+        return recipe.name if self.out is None else Folder.at(self.out).name or recipe.name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +198,7 @@ def train_on_ray(
     address = ray_address(cluster)
     chosen = chosen_on_ray(choice, changes)
     recipe = chosen.recipe
-    runs, name = Folder.at(os.path.expanduser(own.storage)), recipe.name if own.run_name is None else own.run_name
+    runs, name = Folder.at(os.path.expanduser(own.storage)), own.name_of_run(recipe)
     training = TrainingRun(
         recipe=recipe,
         changes=chosen.changes,

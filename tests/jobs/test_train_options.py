@@ -89,6 +89,23 @@ def test_a_shipped_base_and_own_data_are_handed_on(started: list[TrainingRun]) -
     assert str(run.recipe.data) == str(Path("data").resolve())
 
 
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ([], "tiny-mbd"),
+        (["--out", "out/second/"], "second"),
+        (["--out", "s3://bucket/models/third"], "third"),
+        (["--out", "out/second", "--run-name", "own"], "own"),
+    ],
+)
+def test_a_run_is_named_as_the_model_that_it_writes(
+    started: list[TrainingRun], options: list[str], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Folder, "check_target", lambda *_, **__: None)  # there is no bucket
+    assert train_multitf.main(["--storage", "runs", *options]) == 0
+    assert [run.name for run in started] == [name]
+
+
 def test_losses_are_there_while_a_run_goes_on(tmp_path: Path) -> None:
     curve = [{"step": 0, "loss": 2.0}]
     (tmp_path / LOSSES).write_text('{"step": 0}\n{"step": 1}\n')  # of a start that was lost
