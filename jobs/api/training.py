@@ -44,20 +44,20 @@ class RayOptions:
     """Number of lost workers that the run survives."""
     storage: Annotated[str, Flag(metavar="DIR|URL", opened_by="all")] = "~/mbd-runs"
     """Folder of all runs, which every worker reaches, or a URL as s3://bucket/path."""
-    run_name: Annotated[str | None, Flag(metavar="NAME", default="the recipe's, or that of a given --out")] = None
+    run_name: Annotated[str | None, Flag(metavar="NAME", default="the recipe's")] = None
     """The run's folder in --storage."""
     resume: bool = False
     """Continue the run of this name."""
     checkpoint_every: Annotated[int, Ge(1)] = 100
     """Steps between checkpoints."""
     out: Annotated[str | None, Flag(metavar="DIR|URL", default="STORAGE/NAME/model", opened_by="job")] = None
-    """Model folder to write."""
+    """Model folder to write. Without --run-name the run is named RECIPE-DIR."""
 
     def name_of_run(self, recipe: TrainingRecipe) -> str:
         """The run's name. Runs of one recipe that write different models lie in different folders."""
         if self.run_name is not None:
             return self.run_name
-        return recipe.name if self.out is None else Folder.at(self.out).name or recipe.name
+        return recipe.name if self.out is None else f"{recipe.name}-{Folder.at(self.out).name}".rstrip("-")
 
 
 @dataclass(frozen=True, kw_only=True)

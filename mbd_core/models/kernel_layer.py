@@ -17,6 +17,7 @@ from torch import Tensor
 from mbd_core.models.decoder import Decoder, DecoderLayer
 from mbd_core.models.fused_layer import FusedLayer, FusedSwiGLU, Norm, Rotations
 from mbd_core.models.lora import TokenAdapters
+from mbd_core.models.products import Int8Product, Product
 from mbd_core.ops.layer.heads import store_heads
 from mbd_core.ops.layer.residual_norm import ExpertParts, RankParts, add_norm, sum_experts
 from mbd_core.ops.layer.swiglu import gated
@@ -110,7 +111,7 @@ class KernelLayer(FusedLayer):
             q_THC = q_THC.mul_(scale_T11)
         attended = attend.attend_stored(index, q_THC).flatten(1)
         place_TD = self._place(0, x_TD)
-        out_TD = torch.mm(attended, self._out.weight_IO, out=place_TD)
+        out_TD = torch.mm(attended, _weight_IO(self._out), out=place_TD)
         if adapters is not None:
             out_TD.addmm_(*adapters.joint(index, "out", attended))
         x_TD, inner_TD = self._over_ranks(0, x_TD, out_TD, place_TD).normed(self._output_norm)
@@ -164,5 +165,10 @@ def _swiglu(
     if adapters is not None:
         gate_up.addmm_(*adapters.joint(layer, "gate_up", x_TD))
     inner_TF = gated(gate_up)
-    part_TD = torch.mm(inner_TF, mlp.down.weight_IO, out=out_TD)
+    part_TD = torch.mm(inner_TF, _weight_IO(mlp.down), out=out_TD)
     return part_TD if adapters is None else part_TD.addmm_(*adapters.joint(layer, "down", inner_TF))
+
+
+def _weight_IO(product: Product | Int8Product) -> Tensor:
+    assert isinstance(product, Product), "a GPU computes no int8"
+    return product.weight_IO

@@ -21,38 +21,38 @@ class Product:
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self.weight_OI = join_storage([layer.weight for layer in layers])
         self.weight_IO = self.weight_OI.t()
-        biases = [layer.bias for layer in layers if isinstance(layer.bias, Tensor)]
-        self.bias_O = join_storage(biases) if biases else None
+        self._bias_O = _joint_bias(layers)
 
     def __call__(self, x_TI: Tensor) -> Tensor:
-        return F.linear(x_TI, self.weight_OI, self.bias_O)
+        return F.linear(x_TI, self.weight_OI, self._bias_O)
 
     def added(self, to_TO: Tensor, x_TI: Tensor) -> Tensor:
         """`to_TO` plus the product of `x_TI`, for layers without a bias."""
         return torch.addmm(to_TO, x_TI, self.weight_IO)
 
 
-class Int8Product(Product):
-    """A `Product` in int8: its weight has no wide form."""
+class Int8Product:
+    """As `Product`, in int8."""
 
     def __init__(self, layers: Sequence[Int8Part | Int8Linear]) -> None:
         first = layers[0]
         self._module: Int8Module = first.joint if isinstance(first, Int8Part) else first
-        biases = [layer.bias for layer in layers if isinstance(layer.bias, Tensor)]
-        self.bias_O = join_storage(biases) if biases else None
+        self._bias_O = _joint_bias(layers)
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         out = self._module.product(x_TI, "weight")
-        return out if self.bias_O is None else out.add_(self.bias_O)
+        return out if self._bias_O is None else out.add_(self._bias_O)
 
     def added(self, to_TO: Tensor, x_TI: Tensor) -> Tensor:
         return self._module.product(x_TI, "weight").add_(to_TO)
 
 
-def product_of(*layers: nn.Module) -> Product:
+def product_of(*layers: nn.Module) -> Product | Int8Product:
     """The product of linear layers that read one input; all are wide, or all in int8."""
     wide = [layer for layer in layers if isinstance(layer, nn.Linear)]
-    return Product(wide) if wide else Int8Product([p for p in layers if isinstance(p, Int8Part | Int8Linear)])
+    narrow = [layer for layer in layers if isinstance(layer, Int8Part | Int8Linear)]
+    assert len(layers) in (len(wide), len(narrow)), "some layers are rounded, others are not"
+    return Product(wide) if wide else Int8Product(narrow)
 
 
 def is_product(layer: nn.Module) -> bool:
@@ -61,7 +61,11 @@ def is_product(layer: nn.Module) -> bool:
 
 
 def add_product(
-    x: Tensor, left: Tensor, product: Product, reduce: Reduce | None, more: tuple[Tensor, Tensor] | None = None
+    x: Tensor,
+    left: Tensor,
+    product: Product | Int8Product,
+    reduce: Reduce | None,
+    more: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """`x` plus the `product` of `left`, plus the product of `more`. `reduce` sums both over the ranks if each rank has
     a part."""
@@ -70,6 +74,11 @@ def add_product(
         return x if more is None else x.addmm_(*more)
     out = product(left)
     return x + reduce(out if more is None else out.addmm_(*more))
+
+
+def _joint_bias(layers: Sequence[nn.Module]) -> Tensor | None:
+    biases = [layer.bias for layer in layers if isinstance(layer.bias, Tensor)]
+    return join_storage(biases) if biases else None
 
 
 def join_storage(parameters: Sequence[Tensor]) -> Tensor:

@@ -72,7 +72,7 @@ def round_to_int8(model: Decoder) -> Decoder:
     device = model.model.norm.weight.device.type
     if device not in ("cpu", "meta"):
         raise ValueError(f"dtype=int8 cannot be honoured on {device}: int8 products are for CPUs; use fp8 on a GPU")
-    for parent in list(model.modules()):
+    for parent in [module for module in model.modules() if not isinstance(module, nn.Linear)]:
         _join(parent)
     for name in _product_names(model):
         parent_name, _, child = name.rpartition(".")

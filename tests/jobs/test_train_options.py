@@ -93,8 +93,9 @@ def test_a_shipped_base_and_own_data_are_handed_on(started: list[TrainingRun]) -
     ("options", "name"),
     [
         ([], "tiny-mbd"),
-        (["--out", "out/second/"], "second"),
-        (["--out", "s3://bucket/models/third"], "third"),
+        (["--out", "out/second/"], "tiny-mbd-second"),
+        (["--out", "s3://bucket/models/third"], "tiny-mbd-third"),
+        (["--out", "runs/fourth"], "tiny-mbd-fourth"),  # in --storage, beside the run
         (["--out", "out/second", "--run-name", "own"], "own"),
     ],
 )

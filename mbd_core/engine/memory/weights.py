@@ -111,7 +111,7 @@ def overwrite(model: Decoder, weights: StagedWeights) -> None:
     for name, place in places.items():
         _copy(place, weights.tensors[name])
     num_rounded = 0
-    joined: dict[Int8Joint, list[str]] = {}  # the weights of each joint product, in order
+    joined: dict[Int8Joint, list[tuple[int, str]]] = {}  # the weights of each joint product, with their first rows
     for prefix, module in model.named_modules():
         if isinstance(module, Fp8Module):
             for buffer, values in module.named_buffers(recurse=False):
@@ -123,7 +123,7 @@ def overwrite(model: Decoder, weights: StagedWeights) -> None:
                     module.get_buffer(f"{weight}_scale").copy_(fp8_weight.scale)
                     num_rounded += 1
         if isinstance(module, Int8Part):
-            joined.setdefault(module.joint, []).append(f"{prefix}.weight")
+            joined.setdefault(module.joint, []).append((module.columns.start, f"{prefix}.weight"))
         elif isinstance(module, Int8Module) and not isinstance(module, Int8Joint):
             for weight in [name.removesuffix("_scale") for name in module.state_dict() if name.endswith("_scale")]:
                 source = f"{prefix}.{weight}"
@@ -131,7 +131,7 @@ def overwrite(model: Decoder, weights: StagedWeights) -> None:
                 module.round_weight(weight, weights.tensors["model.embed_tokens.weight" if is_tied else source])
                 num_rounded += not is_tied
     for joint, sources in joined.items():
-        joint.round_weight("weight", torch.cat([weights.tensors[source] for source in sources]))
+        joint.round_weight("weight", torch.cat([weights.tensors[source] for _, source in sorted(sources)]))
         num_rounded += len(sources)
     assert len(places) + num_rounded == len(weights.tensors), "a staged weight has no place in the model"
 

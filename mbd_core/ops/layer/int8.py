@@ -59,7 +59,7 @@ def int8_product(x: Tensor, values_OI: Tensor, scale_O: Tensor) -> Tensor:
     """`x @ weight^T` (..., O) in the dtype of `x` (..., I), both factors rounded to int8."""
     values_TI, scale_T1 = to_int8(x.flatten(0, -2))
     sums_TO = torch._int_mm(values_TI, values_OI.t())
-    return _as(x, (sums_TO * scale_T1).mul_(scale_O))
+    return _shaped_as(x, (sums_TO * scale_T1).mul_(scale_O))
 
 
 def pack(values_OI: Tensor) -> Any:
@@ -72,10 +72,10 @@ def packed_product(x: Tensor, weight: Any, scale_O: Tensor) -> Tensor:
     values_TI, scale_T1 = _rounded(x.flatten(0, -2).float(), LARGEST)
     multiply = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
     sums_TO = multiply(values_TI, 1.0, _ZERO_POINT, weight)  # of whole numbers, which a scale of 1 leaves as they are
-    return _as(x, sums_TO.mul_(scale_T1).mul_(scale_O))
+    return _shaped_as(x, sums_TO.mul_(scale_T1).mul_(scale_O))
 
 
-def _as(x: Tensor, out_TO: Tensor) -> Tensor:
+def _shaped_as(x: Tensor, out_TO: Tensor) -> Tensor:
     """`out_TO` in the leading shape and the dtype of `x`, by no operation where it has both: between two products each
     costs several microseconds, because the weights have emptied the processor's caches."""
     out = out_TO if out_TO.dtype == x.dtype else out_TO.to(x.dtype)
