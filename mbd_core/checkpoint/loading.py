@@ -2,12 +2,13 @@
 
 The files must hold exactly the model's tensors in their shapes; otherwise loading is an error, and no weight stays
 random. The files' headers are checked before any weight is read. Weights stream from the files into their final place,
-so the peak memory is the model and one tensor, or four that come from a URL. A NaN or infinite weight is refused when
-it is read.
+so the peak memory is the model and one tensor, or four that come from a URL. A model that is rounded is read and
+rounded layer by layer, so it never lies in memory wide. A NaN or infinite weight is refused when it is read.
 """
 
 import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,12 +33,14 @@ from mbd_core.checkpoint.tensors import FLOAT32_ALWAYS, StoredTensor, match_tens
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.layer_parts import Reduce
 from mbd_core.models.model_config import Fp8Parts, ModelConfig
-from mbd_core.models.quantize import quantize_weights, round_to_int8, rounded_bytes, weight_bytes
+from mbd_core.models.quantize import fp8_names, quantize_weights, round_to_int8, rounded_bytes, weight_bytes
 from mbd_core.models.shard import Shard, served_dim
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _OWN_DTYPE = (*FLOAT32_ALWAYS, "_values", "_scale")
 """Name endings of tensors that are never cast. The last two belong to FP8 weights."""
+OUTSIDE = -1
+"""The number, in place of a layer's, of what lies in no layer."""
 
 
 def load_model(
@@ -68,14 +71,56 @@ def load_model(
     if fp8 == "blocks":
         modules, blocks = find_blocks(folder, config, listed, expected, num_ranks=model.shard.size)
         keep_blocks(model, modules, blocks, device)
-    weights = {
-        name: torch.empty(t.shape, dtype=t.dtype if name.endswith(_OWN_DTYPE) else common, device=device)
+    rounds = dtype == torch.int8 or fp8 in ("experts", "all")
+    if rounds and fp8 is not None:
+        fp8_names(model, fp8)  # says what is wrong with `fp8` before weights are read
+    places = {
+        name: (t.shape, t.dtype if name.endswith(_OWN_DTYPE) else common)
         for name, t in model.state_dict().items()
         if not (name == "lm_head.weight" and config.tie_word_embeddings)
     }
 
+    def layer_of(target: str) -> int:
+        return _layer_of(target) if rounds else OUTSIDE
+
+    for layer in range(OUTSIDE, config.num_layers if rounds else 0):
+        own = {name: place for name, place in places.items() if layer_of(name) == layer}
+        weights = {name: torch.empty(shape, dtype=kind, device=device) for name, (shape, kind) in own.items()}
+        names = [name for name in listed if layer_of(expected[name].parts[0].target) == layer]
+        _fill(weights, {name: listed[name] for name in names}, expected, model.shard)
+        if layer == OUTSIDE and config.tie_word_embeddings:
+            weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+        model.load_state_dict(weights, strict=not rounds, assign=True)
+        weights.clear()  # what is rounded is freed
+        if layer == OUTSIDE and config.tie_word_embeddings:
+            model.lm_head.weight = model.model.embed_tokens.weight
+        if layer != OUTSIDE:
+            _round(model, dtype, fp8, layer)
+    return round_to_int8(model.eval()) if dtype == torch.int8 else model.eval()
+
+
+def _layer_of(target: str) -> int:
+    """The layer of a tensor of the decoder, or `OUTSIDE`."""
+    match = re.match(r"model\.layers\.(\d+)\.", target)
+    return OUTSIDE if match is None else int(match[1])
+
+
+def _round(model: Decoder, dtype: torch.dtype | None, fp8: Fp8Parts | None, layer: int) -> None:
+    """Rounds one layer, which is in its place, as `load_model` says."""
+    if dtype == torch.int8:
+        round_to_int8(model, layer)
+    else:
+        assert fp8 is not None
+        quantize_weights(model, fp8, layer)
+
+
+def _fill(
+    weights: dict[str, Tensor], listed: Mapping[str, TensorInfo], expected: Mapping[str, StoredTensor], shard: Shard
+) -> None:
+    """Reads the checkpoint's tensors `listed` into the decoder's `weights`."""
+
     def copy(name: str, source: Any) -> None:
-        unfit = _copy_in(weights, source, expected[name], model.shard)
+        unfit = _copy_in(weights, source, expected[name], shard)
         if unfit is not None:
             kind = str(unfit).removeprefix("torch.")
             raise ValueError(f"{listed[name].path}: tensor '{name}' has values that are not finite in {kind}")
@@ -85,19 +130,11 @@ def load_model(
         with (
             open_file(path) as file,
             LastFile() as scales,
-            many_at_once(file, len(names), quiet=model.shard.rank != 0) as map_all,
+            many_at_once(file, len(names), quiet=shard.rank != 0) as map_all,
         ):
             sources = (matrix_slice(file, name, listed[name], scales) for name in names)
             for _ in map_all(copy, names, sources):
                 pass
-    if config.tie_word_embeddings:
-        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-    model.load_state_dict(weights, assign=True)
-    if config.tie_word_embeddings:
-        model.lm_head.weight = model.model.embed_tokens.weight
-    if dtype == torch.int8:
-        return round_to_int8(model.eval())
-    return model.eval() if fp8 in (None, "blocks") else quantize_weights(model.eval(), fp8)
 
 
 def planned_bytes(config: ModelConfig, dtype: torch.dtype, *, fp8: Fp8Parts | None = None, num_ranks: int = 1) -> int:

@@ -25,32 +25,38 @@ from mbd_core.ops.experts.fp8 import Fp8Experts, Fp8Linear, fp8_obstacle
 from mbd_core.ops.layer.int8 import Int8Experts, Int8Linear, Int8Module, Int8Part
 
 
-def quantize_weights(model: Decoder, parts: Fp8Parts) -> Decoder:
+def quantize_weights(model: Decoder, parts: Fp8Parts, layer: int | None = None) -> Decoder:
     """Rounds `model`'s experts ("experts", "blocks") or all matrices of its layers to FP8 in place, and returns the
-    model.
+    model. `layer` rounds this layer alone.
 
     Wide tensors are freed one by one, so the peak memory is the model and about one tensor. All checks run before the
     first change. Raises `ValueError` for unknown parts, a model without experts (but for "all") or with FP8 weights
     already, weights that are not finite, and a device or sizes that no FP8 product takes.
     """
-    if parts not in get_args(Fp8Parts):
-        raise ValueError(f"parts={parts!r} is unknown; choose one of {', '.join(get_args(Fp8Parts))}")
-    old_parts = quantized_parts(model)
+    old_parts = quantized_parts(model) if layer is None else None
     if old_parts is not None:
         raise ValueError(
             f"the model's weights are FP8 already (parts={old_parts!r}); load it again to round other weights"
         )
-    names = _module_names(model, parts)
-    if not names:
-        raise ValueError(
-            f"parts={parts!r} rounds experts and this {model.config.architecture} has none; use parts='all'"
-        )
+    names = [name for name in fp8_names(model, parts) if layer is None or name.startswith(f"model.layers.{layer}.")]
     for name in names:
         _check(name, model.get_submodule(name))
     for name in names:
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, _round(model.get_submodule(name), parts))
     return model
+
+
+def fp8_names(model: Decoder, parts: Fp8Parts) -> list[str]:
+    """The names of the modules that `quantize_weights` replaces. Raises its errors about `parts`."""
+    if parts not in get_args(Fp8Parts):
+        raise ValueError(f"parts={parts!r} is unknown; choose one of {', '.join(get_args(Fp8Parts))}")
+    names = _module_names(model, parts)
+    if not names:
+        raise ValueError(
+            f"parts={parts!r} rounds experts and this {model.config.architecture} has none; use parts='all'"
+        )
+    return names
 
 
 def quantized_parts(model: nn.Module) -> Fp8Parts | None:
@@ -64,19 +70,21 @@ def quantized_parts(model: nn.Module) -> Fp8Parts | None:
     return "experts" if stacks[0].block is None else "blocks"
 
 
-def round_to_int8(model: Decoder) -> Decoder:
-    """Rounds every matrix product of `model`, but the routers', to int8 in place, and returns the model.
+def round_to_int8(model: Decoder, layer: int | None = None) -> Decoder:
+    """Rounds every matrix product of `model`, but the routers', to int8 in place, and returns the model. `layer`
+    rounds this layer alone.
 
     Raises `ValueError` for a model on a GPU, whose narrow weights are FP8.
     """
     device = model.model.norm.weight.device.type
     if device not in ("cpu", "meta"):
         raise ValueError(f"dtype=int8 cannot be honoured on {device}: int8 products are for CPUs; use fp8 on a GPU")
-    for parent in [module for module in model.modules() if not isinstance(module, nn.Linear)]:
+    root = model if layer is None else model.model.layers[layer]
+    for parent in [module for module in root.modules() if not isinstance(module, nn.Linear)]:
         _join(parent)
-    for name in _product_names(model):
+    for name in [name for name, module in root.named_modules() if isinstance(module, Experts | nn.Linear)]:
         parent_name, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent_name), child, _int8_module(model.get_submodule(name)))
+        setattr(root.get_submodule(parent_name), child, _int8_module(root.get_submodule(name)))
     return model
 
 
@@ -93,11 +101,6 @@ def _join(parent: nn.Module) -> None:
 def is_int8(model: nn.Module) -> bool:
     """Whether the model's products are int8."""
     return any(isinstance(module, Int8Module) for module in model.modules())
-
-
-def _product_names(model: Decoder) -> list[str]:
-    """The names of the modules that are products, other than the routers'."""
-    return [name for name, module in model.named_modules() if isinstance(module, (Experts, nn.Linear))]
 
 
 @torch.no_grad()

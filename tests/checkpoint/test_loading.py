@@ -8,14 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 from family_models import FAMILIES, random_model, rewrite
+from gemma_models import gemma
 from safetensors.torch import load_file, save_file
 from thread_ranks import ThreadRanks
+from torch import nn
 
 from mbd_core.checkpoint import loading
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.saving import save_model
 from mbd_core.models.decoder import Decoder
-from mbd_core.models.model_config import ModelConfig
+from mbd_core.models.mlp import Experts
+from mbd_core.models.model_config import Fp8Parts, ModelConfig
+from mbd_core.models.quantize import quantize_weights, round_to_int8
 from mbd_core.models.shard import Shard, served_dim
 from mbd_core.ops.attention.whole import DenseAttention
 
@@ -134,3 +138,51 @@ def test_values_that_a_narrower_dtype_cannot_hold_are_refused(folder: Path) -> N
     assert load_model(folder, dtype=torch.bfloat16).model.norm.weight[3].item() == pytest.approx(1e6, rel=1e-2)
     with pytest.raises(ValueError, match=r"'model.norm.weight' .*finite"):
         load_model(folder, dtype=torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("family", "parts"),
+    [("sdar", None), ("llada2", None), ("gemma", None), ("dream", "all"), ("llada2", "all"), ("llada2", "experts")],
+)
+def test_a_model_is_rounded_layer_by_layer(
+    family: str, parts: Fp8Parts | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No layer is wide in memory when the next one is read, and the weights are those of the whole model, rounded."""
+    save_model(tmp_path / "m", gemma() if family == "gemma" else random_model(FAMILIES[family]))
+    wide_layers: list[list[int]] = []
+    round_one = loading._round
+
+    def watch(model: Decoder, *how: object) -> None:
+        layers = model.model.layers
+        products = {
+            n: [m for m in layer.modules() if isinstance(m, Experts | nn.Linear)] for n, layer in enumerate(layers)
+        }
+        wide_layers.append(
+            [n for n, own in products.items() if any(not p.is_meta for m in own for p in m.parameters())]
+        )
+        round_one(model, *how)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(loading, "_round", watch)
+    dtype = torch.int8 if parts is None else torch.float32
+    given = load_model(tmp_path / "m", dtype=dtype, fp8=parts)
+    wide = load_model(tmp_path / "m", dtype=torch.float32)
+    expected = round_to_int8(wide) if parts is None else quantize_weights(wide, parts)
+    if parts != "experts":  # other products of the layers stay wide
+        assert wide_layers == [[n] for n in range(wide.config.num_layers)]
+    ours, theirs = given.state_dict(), expected.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[n].view(torch.uint8), theirs[n].view(torch.uint8)) for n in ours if ours[n].ndim)
+    tokens = torch.arange(2, 18)
+    attend = DenseAttention(torch.ones(1, 1, 16, 16, dtype=torch.bool))
+    with torch.inference_mode():
+        assert torch.equal(*(m(tokens[None], tokens[None] - 2, attend) for m in (given, expected)))
+
+
+def test_experts_to_round_that_a_model_lacks_are_said_before_weights_are_read(tmp_path: Path) -> None:
+    save_model(tmp_path / "m", random_model(FAMILIES["sdar"]))
+    file = tmp_path / "m" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"].fill_(math.nan)
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match="rounds experts and this SDARForCausalLM has none"):
+        load_model(tmp_path / "m", fp8="experts")
