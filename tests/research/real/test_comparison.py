@@ -353,6 +353,7 @@ def test_likelihoods_under_the_base_are_those_of_transformers(
         "real-both-modes",
         "real-schema",
         "real-teacher",
+        "real-own-answers",
         "real-aup",
         "real-avx2",
     ],
