@@ -40,7 +40,8 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _OWN_DTYPE = (*FLOAT32_ALWAYS, "_values", "_scale")
 """Name endings of tensors that are never cast. The last two belong to FP8 weights."""
 OUTSIDE = -1
-"""The number, in place of a layer's, of what lies in no layer."""
+"""In place of a layer's number: what lies in no layer, or a whole model that is not rounded."""
+_OF_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def load_model(
@@ -72,7 +73,7 @@ def load_model(
         modules, blocks = find_blocks(folder, config, listed, expected, num_ranks=model.shard.size)
         keep_blocks(model, modules, blocks, device)
     rounds = dtype == torch.int8 or fp8 in ("experts", "all")
-    if rounds and fp8 is not None:
+    if fp8 in ("experts", "all"):
         fp8_names(model, fp8)  # says what is wrong with `fp8` before weights are read
     places = {
         name: (t.shape, t.dtype if name.endswith(_OWN_DTYPE) else common)
@@ -81,7 +82,8 @@ def load_model(
     }
 
     def layer_of(target: str) -> int:
-        return _layer_of(target) if rounds else OUTSIDE
+        match = _OF_LAYER.match(target) if rounds else None
+        return OUTSIDE if match is None else int(match[1])
 
     for layer in range(OUTSIDE, config.num_layers if rounds else 0):
         own = {name: place for name, place in places.items() if layer_of(name) == layer}
@@ -92,17 +94,11 @@ def load_model(
             weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
         model.load_state_dict(weights, strict=not rounds, assign=True)
         weights.clear()  # what is rounded is freed
-        if layer == OUTSIDE and config.tie_word_embeddings:
-            model.lm_head.weight = model.model.embed_tokens.weight
         if layer != OUTSIDE:
             _round(model, dtype, fp8, layer)
+    if config.tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
     return round_to_int8(model.eval()) if dtype == torch.int8 else model.eval()
-
-
-def _layer_of(target: str) -> int:
-    """The layer of a tensor of the decoder, or `OUTSIDE`."""
-    match = re.match(r"model\.layers\.(\d+)\.", target)
-    return OUTSIDE if match is None else int(match[1])
 
 
 def _round(model: Decoder, dtype: torch.dtype | None, fp8: Fp8Parts | None, layer: int) -> None:

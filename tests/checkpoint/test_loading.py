@@ -4,6 +4,7 @@ import json
 import math
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -152,7 +153,7 @@ def test_a_model_is_rounded_layer_by_layer(
     wide_layers: list[list[int]] = []
     round_one = loading._round
 
-    def watch(model: Decoder, *how: object) -> None:
+    def watch(model: Decoder, *how: Any) -> None:
         layers = model.model.layers
         products = {
             n: [m for m in layer.modules() if isinstance(m, Experts | nn.Linear)] for n, layer in enumerate(layers)
@@ -160,7 +161,7 @@ def test_a_model_is_rounded_layer_by_layer(
         wide_layers.append(
             [n for n, own in products.items() if any(not p.is_meta for m in own for p in m.parameters())]
         )
-        round_one(model, *how)  # type: ignore[arg-type]
+        round_one(model, *how)
 
     monkeypatch.setattr(loading, "_round", watch)
     dtype = torch.int8 if parts is None else torch.float32
