@@ -99,7 +99,7 @@ def test_a_shipped_base_and_own_data_are_handed_on(started: list[TrainingRun]) -
         (["--out", "out/second", "--run-name", "own"], "own"),
     ],
 )
-def test_a_run_is_named_as_the_model_that_it_writes(
+def test_a_run_is_named_by_its_recipe_and_the_model_that_it_writes(
     started: list[TrainingRun], options: list[str], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Folder, "check_target", lambda *_, **__: None)  # there is no bucket

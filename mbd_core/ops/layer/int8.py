@@ -76,8 +76,8 @@ def packed_product(x: Tensor, weight: Any, scale_O: Tensor) -> Tensor:
 
 
 def _shaped_as(x: Tensor, out_TO: Tensor) -> Tensor:
-    """`out_TO` in the leading shape and the dtype of `x`, by no operation where it has both: between two products each
-    costs several microseconds, because the weights have emptied the processor's caches."""
+    """`out_TO` in the leading shape and the dtype of `x`, by no operation where it has both. A single token's
+    forward is bound by the calls of such operations."""
     out = out_TO if out_TO.dtype == x.dtype else out_TO.to(x.dtype)
     return out if x.ndim == 2 else out.unflatten(0, x.shape[:-1])
 
