@@ -348,6 +348,7 @@ def test_likelihoods_under_the_base_are_those_of_transformers(
     [
         "real",
         "real-arms",
+        "real-second-seed",
         "real-drafted",
         "real-one-model",
         "real-both-modes",
