@@ -9,6 +9,7 @@ import itertools
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -126,10 +127,10 @@ def shape_tokenizer(config: ModelConfig, *, lessons: Iterable[str] | None = None
         raise ValueError(f"a vocabulary of {config.vocab_size} tokens is too small to write text; give another shape")
     chat, special = CHAT_TOKENS[config.architecture], special_ids(config)
     if lessons is None:
-        learned = train_tokenizer(_own_lessons(), vocab_size=LEARNED)
+        learned = _learned_from_own_lessons()
     else:
-        learned = train_tokenizer(lessons, vocab_size=LEARNED_FROM_LESSONS, min_frequency=2)
-    data: dict[str, Any] = json.loads(learned.backend_tokenizer.to_str())
+        learned = _learned(lessons, vocab_size=LEARNED_FROM_LESSONS, min_frequency=2)
+    data: dict[str, Any] = json.loads(learned)
     model, special_names = data["model"], {number: name for name, number in special.items()}
     learned_tokens = sorted(model["vocab"].keys() - {MASK, EOS, USER, ASSISTANT}, key=model["vocab"].__getitem__)
     learned_tokens.sort(key=lambda token: token in NEVER_IN_TEXT)  # last, because the last tokens may find no room
@@ -166,6 +167,16 @@ def special_ids(config: ModelConfig) -> dict[str, int]:
             candidates = itertools.chain([release_ids[name]] if name in release_ids else [], itertools.count())
             ids[name] = next(number for number in candidates if number not in ids.values())
     return ids
+
+
+def _learned(lessons: Iterable[str], **settings: int) -> str:
+    """The JSON of a tokenizer that has learned merges from the lessons."""
+    return str(train_tokenizer(lessons, **settings).backend_tokenizer.to_str())
+
+
+@cache
+def _learned_from_own_lessons() -> str:
+    return _learned(_own_lessons(), vocab_size=LEARNED)
 
 
 def _own_lessons() -> Iterator[str]:
