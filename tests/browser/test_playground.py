@@ -13,10 +13,12 @@ from gateway_in_process import running_gateway
 from playwright.sync_api import Browser, Page, Route
 
 from actors.serving.args import ServingArgs
+from jobs.convert_checkpoint import main as convert
 
 MODEL, LIMIT = "tiny-mbd", 120
 KEY = "ann-0123456789abcdef"
 EVIL = "</script><b>'\"&"
+ENGINE = {"max_rows": 4, "num_pages": 200}
 SIDES = {"singlebd": 1, "multibd": 4}
 CONTRAST = """() => {
   const channel = (c) => { c /= 255; return c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4; };
@@ -30,7 +32,7 @@ CONTRAST = """() => {
 
 
 def serving_args(keys: Path | None) -> ServingArgs:
-    model = {"model": MODEL, "engine": {"max_rows": 4, "num_pages": 200}}
+    model = {"model": MODEL, "engine": ENGINE}
     fields = {"device": "cpu", "models": [model], "api_keys": None if keys is None else str(keys)}
     return ServingArgs.read(fields)
 
@@ -178,6 +180,27 @@ def test_an_api_key_is_asked_for_and_kept_in_memory_alone(browser: Browser, tmp_
         assert page.input_value("#key") == ""
         page.context.close()
     assert all("401" in complaint for complaint in pages.complaints), pages.complaints
+
+
+def test_a_model_without_a_block_buffer_is_asked_for_none(browser: Browser, tmp_path: Path) -> None:
+    heads = {
+        "tiny-llama": "Token by token",
+        "tiny-llada": "The whole sequence at once",
+        "tiny-nemotron": "Drafts that are judged from left to right",
+        "tiny-diffusion-gemma": "A block that is drawn anew in each forward",
+    }
+    for shape in heads:
+        assert convert(["--random", shape, "--out", str(tmp_path / shape)]) == 0
+    models = [{"model": str(tmp_path / shape), "name": shape, "engine": ENGINE} for shape in heads]
+    served = running_gateway(ServingArgs.read({"device": "cpu", "models": models}))
+    with served as (url, _), watched_pages(browser, url) as pages:
+        page = pages.open(f"{url}/", time_limit=LIMIT)
+        page.wait_for_selector("#sides [data-side]")
+        page.fill("#tokens", "8")
+        for shape, head in heads.items():
+            page.select_option("#model", shape)
+            assert page.inner_text("#sides h2") == f"{head}: this model has no Block Buffer to show"
+            assert "tokens in" in finish(page)
 
 
 def test_nothing_but_this_server_may_run_or_be_asked(url: str) -> None:

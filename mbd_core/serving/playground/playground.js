@@ -177,9 +177,13 @@ function headers() {
   return { "Content-Type": "application/json", ...(key && { Authorization: `Bearer ${key}` }) };
 }
 
-// Whether the chosen model decodes a canvas: no Block Buffer, so no frames, no slots and no thresholds of theirs.
-function hasCanvas() {
-  return Boolean(served.find((m) => m.name === $("model").value)?.defaults?.canvas);
+// How the chosen model decodes if not in a Block Buffer: it has no frames, no slots and no thresholds of theirs.
+function withoutBuffer() {
+  const defaults = served.find((m) => m.name === $("model").value)?.defaults;
+  if (defaults?.canvas) return ["Canvas", "The whole sequence at once"];
+  if (defaults?.causal) return ["Causal", defaults.causal.method === "ar" ? "Token by token" : "Drafts that are judged from left to right"];
+  if (defaults?.renoise) return ["Renoise", "A block that is drawn anew in each forward"];
+  return null;
 }
 
 // The decoding of a side. A verified one has the threshold alone: its only block begins where the last one ends.
@@ -198,10 +202,10 @@ function body(side) {
     ...(chat ? { messages: [{ role: "user", content: prompt }] } : { prompt }),
     max_tokens: Number($("tokens").value),
     stream: true,
-    ...(!hasCanvas() && { frames: true }),
+    ...(!withoutBuffer() && { frames: true }),
     return_token_ids: true,
     temperature, ...(temperature && { seed: 1 }),
-    ...(!hasCanvas() && { decoding: decodingOf(side) }),
+    ...(!withoutBuffer() && { decoding: decodingOf(side) }),
   };
 }
 
@@ -267,9 +271,10 @@ async function runBoth(event) {
 
 function makeSides() {
   $("sides").replaceChildren();
-  if (hasCanvas()) {
-    const side = new Side("Canvas", 1);
-    side.parts.h2.textContent = "The whole sequence at once: this model has no Block Buffer to show";
+  const other = withoutBuffer();
+  if (other) {
+    const side = new Side(other[0], 1);
+    side.parts.h2.textContent = `${other[1]}: this model has no Block Buffer to show`;
     return [side];
   }
   const sides = [new Side("SingleBD", 1)];
@@ -285,7 +290,7 @@ function showValues() {
 function chooseModel() {
   stop?.abort();
   const model = served.find((m) => m.name === $("model").value);
-  const most = hasCanvas() ? 1 : (model?.most ?? 4);
+  const most = withoutBuffer() ? 1 : (model?.most ?? 4);
   const sizes = Array.from({ length: Math.max(0, most - 1) }, (_, i) => i + 2);
   $("slots").replaceChildren(...sizes.map((n) => new Option(String(n), String(n), n === Math.min(4, most), n === Math.min(4, most))));
   $("run").textContent = sizes.length ? "Run both" : "Run";
