@@ -15,7 +15,7 @@ import os
 import socket
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -47,7 +47,7 @@ OF_TRAIN = ("lr", "warmup", "schedule", "weight_decay", "clip", "optimizer", "pr
 others."""
 FOLLOWS = {"steps": "--iterations", "batch_size": "--prompts and --group", "seed": "--seed"}
 """Fields of `train` that follow other options of a run."""
-NOT_LEARNED = ("distillation", "teacher.weight")
+NOT_LEARNED = ("distillation", "teacher.weight", "lora.quantize_base", "lora.start")
 """Fields of `train` that no learner takes. Rollouts have no labels, so a teacher's weight is always 1."""
 CHANGEABLE = [
     item.path
@@ -134,7 +134,10 @@ def run(
 
 
 def chosen_recipe(own: RLOptions, changes: dict[str, Any]) -> RLRecipe:
-    """The recipe with the changes of file and command line; its model is a shipped name, an absolute path or a URL."""
+    """The recipe with the changes of file and command line; its model is a shipped name, an absolute path or a URL.
+
+    An adapter's `rank` sets its `alpha`, and its dropout to 0, unless these are given too.
+    """
     from actors.training.run import named_base
 
     recipe = recipe_in_file(own.recipe, RLRecipe) if ".py" in own.recipe else rl_recipe_named(own.recipe)
@@ -143,6 +146,9 @@ def chosen_recipe(own: RLOptions, changes: dict[str, Any]) -> RLRecipe:
     for name in FOLLOWS:
         if name in of_train:
             raise ValueError(f"train.{name} follows other options: give {FOLLOWS[name]} instead")
+    lora = of_train.get("lora")
+    if isinstance(lora, Mapping) and "rank" in lora:
+        values = merge_fields({"train": {"lora": {"alpha": lora["rank"], "dropout": 0.0}}}, values)
     recipe = changed(recipe, values, noun=FIELD)
     check_schedule(recipe.train, of_train)
     recipe.held_out.check_sweeps(values.get("held_out") or ())

@@ -17,6 +17,7 @@ from mbd_core.checkpoint.shape_tokenizer import shape_tokenizer
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.engine.sequences.admission import Admission, AdmittedRequest
 from mbd_core.models.shapes import SHAPES
+from mbd_core.multitf.config import LoraSettings
 from mbd_core.multitf.step.objective import PolicyObjective
 from mbd_core.rl.config import HeldOutConfig, RLRecipe, RolloutConfig
 from mbd_core.rl.folder import HELD_OUT
@@ -338,7 +339,7 @@ def test_bad_input_is_one_sentence(tiny_model_dir: Path, tmp_path: Path, capsys:
         ("--set train.tensor_parallel=2", "train.tensor_parallel=2 does not divide --learners 1"),
         ("--learners 3", "make 32 answers, which do not divide over --learners 3"),
         ("--lora 4 --lora-dropout 0.1", "give dropout 0"),
-        ("--lora 4 --lora-dropout 0 --set train.lora.quantize_base=nf4", "quantize_base=nf4 is MultiTF's"),
+        ("--lora 4 --set train.lora.quantize_base=nf4", "there is no field train.lora.quantize_base"),
     ],
 )
 def test_what_a_learner_cannot_honour_is_refused_before_the_work(
@@ -347,6 +348,27 @@ def test_what_a_learner_cannot_honour_is_refused_before_the_work(
     assert main([*options.split(), "--storage", str(tmp_path / "runs")]) == 2
     said = capsys.readouterr().err
     assert sentence in said and said.count("\n") == 1 and not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("field", "sentence"),
+    [
+        ({"start": "adapter"}, "start=adapter is MultiTF's, .* merge the adapter into the model first"),
+        ({"quantize_base": "nf4"}, "quantize_base=nf4 is MultiTF's"),
+        ({"dropout": 0.1}, "give dropout 0"),
+    ],
+)
+def test_a_recipe_s_adapter_that_no_learner_takes_is_refused(field: dict[str, Any], sentence: str) -> None:
+    train = rl_recipe_named("tiny-rl").train
+    with pytest.raises(ValueError, match=sentence):
+        replace(rl_recipe_named("tiny-rl"), train=replace(train, lora=LoraSettings(**{"dropout": 0.0} | field)))
+
+
+def test_the_rank_of_an_adapter_is_enough() -> None:
+    lora = chosen_recipe(RLOptions(), {"train": {"lora": {"rank": 4}}}).train.lora
+    assert lora is not None and (lora.rank, lora.alpha, lora.dropout) == (4, 4, 0.0)
+    lora = chosen_recipe(RLOptions(), {"train": {"lora": {"rank": 4, "alpha": 8}}}).train.lora
+    assert lora is not None and (lora.alpha, lora.dropout) == (8, 0.0)
 
 
 def test_set_changes_a_field_without_an_option() -> None:
