@@ -12,6 +12,7 @@ from mbd_core.command_line import Main, by_panel, flag, metavar
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.engine.config import EngineConfig
 from mbd_core.fields import Field, OpenedBy, fields_of, members, words
+from mbd_core.multitf.run.__main__ import main as WITHOUT_RAY
 from mbd_core.tables import Table, markdown
 
 FILE_OBJECTS = {
@@ -67,18 +68,22 @@ def page() -> str:
 
 
 def described_commands() -> Iterator[tuple[str, str, Main]]:
-    """Name, module and entry of each command without sub-commands."""
+    """How each command is called, its file, and its entry; sub-commands of a command come after it."""
     for name, (module, _) in COMMANDS.items():
         if module.startswith("jobs."):
-            main = getattr(importlib.import_module(module), "main", None)
-            if isinstance(main, Main) and main.options:
-                yield name, module, main
+            job, file = importlib.import_module(module), f"{module.replace('.', '/')}.py"
+            mains: dict[str, Main] = getattr(job, "COMMANDS", None) or {name: job.main}
+            for part, main in mains.items():
+                if main.options:
+                    yield f"mbd {name}" if part == name else f"mbd {name} {part}", file, main
+    yield WITHOUT_RAY.called, "mbd_core/multitf/run", WITHOUT_RAY
 
 
 def _paths() -> Table:
     """Who opens the paths of commands that use a cluster, as the fields say."""
     opened: dict[str, list[str]] = {who: [] for who in OPENERS}
     for name, _, main in described_commands():
+        name = name.removeprefix("mbd ")
         if name not in ON_CLUSTERS:
             continue
         for who, options in opened.items():
@@ -96,17 +101,17 @@ def _command_tables() -> Iterator[Table]:
     named."""
     commands = list(described_commands())
     rows = {name: {_name(main, item): _row(item) for item in by_panel(main.options)} for name, _, main in commands}
-    for name, module, _ in commands:
+    for name, file, _ in commands:
         shared: dict[str, list[str]] = {}
         for option, row in rows[name].items():
             larger = [other for other in rows if len(rows[other]) > len(rows[name]) and rows[other].get(option) == row]
             if larger:
-                shared.setdefault(larger[0], []).append(option)
+                shared.setdefault(max(larger, key=lambda other: len(rows[other])), []).append(option)
         also = {other: options for other, options in shared.items() if len(options) >= MANY}
         elsewhere = {option for options in also.values() for option in options}
         yield Table(
-            title=f"mbd {name}, {module.replace('.', '/')}.py",
-            lead=[f"As in `mbd {other}`: {', '.join(f'`{option}`' for option in also[other])}." for other in also],
+            title=f"{name}, {file}",
+            lead=[f"As in `{other}`: {', '.join(f'`{option}`' for option in also[other])}." for other in also],
             columns=("option", *COLUMNS),
             rows=[(f"`{option}`", *row) for option, row in rows[name].items() if option not in elsewhere],
         )

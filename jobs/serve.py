@@ -14,7 +14,7 @@ def run(
     gateways: GatewayArgs,
     *,
     host: Annotated[
-        str, Flag("Address to listen on; an address other than loopback needs --api-keys.", CLUSTER)
+        str, Flag("Address to listen on; one that others reach serves them all, unless --api-keys is given.", CLUSTER)
     ] = "127.0.0.1",
     port: Annotated[int, Ge(1), Le(65535), Flag("Port to listen on.", CLUSTER)] = 8000,
 ) -> None:

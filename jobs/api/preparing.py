@@ -38,7 +38,7 @@ class PrepareOptions:
     """A shipped model's name, or a model folder."""
     split: Annotated[str | None, Flag(metavar="NAME")] = None
     """The split to read of a folder with several splits, as train and test."""
-    messages: Annotated[str | None, Flag(metavar="COLUMN", default="messages, conversations")] = None
+    messages: Annotated[str | None, Flag(metavar="COLUMN", default="messages, conversations, conversation")] = None
     """Column of the conversations."""
     prompt: Annotated[
         str | None, Flag(metavar="COLUMN", default="prompt, question, instruction, problem, query, input, inputs")

@@ -1,10 +1,13 @@
 """What the documents name is there: files, links, and the options of commands."""
 
+import importlib
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from jobs.__main__ import COMMANDS as MBD
 from jobs.report_sweep import COMMANDS as REPORT_COMMANDS
 from mbd_core.checkpoint.chat import chat_prompt, decode_text, question
 from mbd_core.checkpoint.shipped import model_folder
+from mbd_core.command_line import Main, TyperException
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.engine.config import EngineConfig
 from mbd_core.serving.tokens.load import load_engine
@@ -170,6 +174,59 @@ def help_shown() -> dict[str, dict[str, Any]]:
     assert done.returncode == 0, done.stderr
     shown: dict[str, dict[str, Any]] = json.loads(done.stdout)
     return shown
+
+
+CALLED = re.compile(
+    r"^ *(?:\w+=\S+ |ray job submit [^\n]*? -- )*((?:mbd |python (?:jobs/|-m ))[^\n`|>]*)", re.MULTILINE
+)
+NOT_TYPED = re.compile(r"\.\.\.|…| \[-|\$")
+"""What stands for words that the reader fills in."""
+TABLES = {"mbd": MBD, "jobs": MBD, "benchmarks": BENCHMARKS, "research": STUDIES}
+
+
+def main_of(words: list[str]) -> tuple[Main, list[str]] | None:
+    """The command that a line calls, and its arguments; `None` if it is none of this project's."""
+    kind, *rest = words if words[0] == "mbd" else words[1:]
+    if kind == "-m":
+        kind, *rest = rest
+    if kind.endswith(".py"):
+        module = f"jobs.{Path(kind).stem}"
+    elif kind == "mbd_core.multitf.run":
+        module = f"{kind}.__main__"
+    elif kind in TABLES and rest and rest[0] in TABLES[kind]:
+        module = TABLES[kind][rest.pop(0)][0]
+    else:
+        return None
+    if module == "jobs.report_sweep":
+        return REPORT_COMMANDS[rest.pop(0) if rest[:1] in REPORTS else "report"], rest
+    if module == "benchmarks.__main__":
+        return main_of(["mbd", "benchmarks", *rest])
+    name, _, entry = module.partition(":")
+    return getattr(importlib.import_module(name), entry or "main"), rest
+
+
+def called_in(document: Path) -> Iterator[list[str]]:
+    """The words of each line of a document that calls a command."""
+    for line in CALLED.findall(document.read_text().replace("\\\n", " ")):
+        if not NOT_TYPED.search(line) and not line.count("'") % 2:
+            yield [word for word in shlex.split(re.sub(r"\s#.*", "", line)) if word != "&"]
+
+
+def test_the_lines_that_documents_call_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as they can be read without a file: each argument has its place, each value its kind."""
+    monkeypatch.setenv("OTHER_KEY", "a key")
+    called = [words for document in DOCUMENTS for words in called_in(document)]
+    taken = 0
+    for words in called:
+        found = main_of(words)
+        if found is not None:
+            main, arguments = found
+            try:
+                main.command.make_context(main.called, list(arguments))
+            except TyperException as error:
+                pytest.fail(f"{shlex.join(words)}: {error.format_message()}")
+            taken += 1
+    assert taken > 150
 
 
 @pytest.mark.parametrize("job", JOBS)

@@ -292,16 +292,16 @@ def test_the_page_of_options_is_current() -> None:
 def test_the_page_has_every_option_of_a_command() -> None:
     """In a row of its section, or by its name there and the same row in the section of a larger command."""
     commands = list(described_commands())
-    assert {"serve", "sweep", "doctor"} <= {name for name, _, _ in commands}
+    assert {"mbd serve", "mbd sweep", "mbd doctor", "mbd report best"} <= {name for name, _, _ in commands}
     sections = {}
-    for name, module, _ in commands:
-        heading = f"## mbd {name}, {module.replace('.', '/')}.py\n"
+    for name, file, _ in commands:
+        heading = f"## {name}, {file}\n"
         sections[name] = page().partition(heading)[2].partition("\n## ")[0].replace("\\|", "|")
     for name, _, main in commands:
         for item in main.options:
             shown = item.flag.metavar if item.flag.positional else flag(item)
             option = f"`{shown if main.shows(item) else item.path}`"
-            (other,) = re.findall(rf"^As in `mbd (\w+)`:.* {re.escape(option)}[,.]", sections[name], re.MULTILINE) or [
+            (other,) = re.findall(rf"^As in `([^`]+)`:.* {re.escape(option)}[,.]", sections[name], re.MULTILINE) or [
                 name
             ]
             (row,) = [line for line in sections[other].splitlines() if line.startswith(f"| {option} |")]
@@ -314,7 +314,7 @@ PATHS = re.compile(r"DIR|FILE|URL\b|=?PATH\b|MODEL")
 @pytest.mark.parametrize("command", ["train", "prepare", "sweep", "rl", "serve"])
 def test_an_option_that_is_a_path_says_who_opens_it(command: str) -> None:
     """On a cluster its machines may share no disk."""
-    (main,) = (main for name, _, main in described_commands() if name == command)
+    (main,) = (main for name, _, main in described_commands() if name == f"mbd {command}")
     of_cluster = [item for item in main.options if main.shows(item)]
     paths = [item for item in of_cluster if PATHS.search(item.flag.metavar or "") or "path" in words(item.schema)]
     paths += [item for item in of_cluster if item.name in ("model", "models")]

@@ -122,12 +122,13 @@ class GenerationRequest(StructuredFields, OtherGenerationFields):
     return_token_ids: bool | None = None
     """`token_ids` and `prompt_token_ids` in each choice"""
     return_step_map: bool | None = None
-    """`rollout` in each choice; not with `t2t`, `soft` or `canvas`"""
+    """`rollout` in each choice; with masked decoding alone: not with `t2t`, `soft`, `edit`, `verify`, `canvas`,
+    `causal` or `renoise`"""
     return_routed_experts: bool | None = None
     """adds to `rollout` the experts that each forward chose; only with `return_step_map` and a model with experts, and
     not with `stream` or `stop`"""
     frames: bool | None = None
-    """a `FrameEvent` for each forward; only with `stream`, not on a canvas"""
+    """a `FrameEvent` for each forward; only with `stream`; not with `canvas`, `causal` or `renoise`"""
     resumable: bool | None = None
     """adds `token_ids` to each piece, and a `ResumePlace` after each commit; only with `stream`, not with tools that
     may be called or `canvas`"""
