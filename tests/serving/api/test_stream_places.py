@@ -16,7 +16,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "greedy": ("complete", {}),
     "chat": ("chat", {"return_step_map": True}),
     "drawn": ("complete", {"temperature": 1.0, "seed": 7}),
-    "drawn without a seed": ("chat", {"temperature": 0.8}),
+    "drawn without a seed": ("chat", {"temperature": 0.8, "ignore_eos": True}),
     "log-probabilities": ("complete", {"logprobs": 0, "temperature": 1.0, "seed": 3}),
     "echo and usage": ("complete", {"echo": True, "stream_options": {"include_usage": True}}),
     "stop string": ("complete", {"temperature": 1.0, "seed": 5, "stop": ["zzzz", "q#"]}),
