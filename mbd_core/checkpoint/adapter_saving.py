@@ -5,11 +5,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from mbd_core.checkpoint import adapter
 from mbd_core.checkpoint.base_values import RECORD
+from mbd_core.checkpoint.safetensor_files import write_safetensors
 from mbd_core.checkpoint.saving import MODEL_KIND, Factors
 from mbd_core.checkpoint.tensors import StoredTensor, decoder_shapes, stored_tensors
 from mbd_core.files import folder_beside, write_json
@@ -60,10 +60,10 @@ def save_adapter(
         "bias": "none",
         "inference_mode": True,
     }
-    metadata = {"format": "pt", RECORD: json.dumps(base_values)}
+    metadata = {RECORD: json.dumps(base_values)}
     with folder_beside(folder, MODEL_KIND, overwrite=overwrite) as new_folder:
         write_json(new_folder / adapter.CONFIG, settings)
-        save_file(tensors, new_folder / adapter.WEIGHTS, metadata=metadata)
+        write_safetensors(new_folder / adapter.WEIGHTS, tensors, metadata=metadata)
         for name, text in extra.items():
             (new_folder / name).write_text(text)
 

@@ -1,7 +1,7 @@
 """A checkpoint's safetensors files: listed from headers, read, written in shards."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -258,6 +258,15 @@ def _where_cut(path: Path) -> str:
     return f" at tensor '{cut[0]}'" if cut else ""
 
 
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None) -> None:
+    """Write a file of tensors that every user can read. Raises `OSError` if it cannot be written."""
+    try:
+        save_file(dict(tensors), path, metadata={"format": "pt", **(metadata or {})})
+    except SafetensorError as error:  # a full disk, say
+        raise OSError(f"{path} cannot be written: {error}") from None
+    path.chmod(0o644)  # safetensors makes files that only the owner can read
+
+
 class ShardWriter:
     """Writes tensors into safetensors files of at most `max_bytes` (or one tensor), with one file's tensors in memory
     at a time."""
@@ -297,11 +306,7 @@ class ShardWriter:
 
     def _flush(self) -> None:
         path = self._part(len(self._shards))
-        try:
-            save_file(self._pending, path, metadata={"format": "pt"})
-        except SafetensorError as error:  # a full disk, say
-            raise OSError(f"{path} cannot be written: {error}") from None
-        path.chmod(0o644)  # safetensors makes files that only the owner can read
+        write_safetensors(path, self._pending)
         self._shards.append(list(self._pending))
         self._total += self._pending_bytes
         self._pending, self._pending_bytes = {}, 0

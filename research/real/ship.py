@@ -32,10 +32,10 @@ def run(
 ) -> None:
     """Writes a trained adapter as a shipped one."""
     import torch
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import load_file
 
     from mbd_core.checkpoint.adapter import CONFIG, WEIGHTS
-    from mbd_core.checkpoint.safetensor_files import open_file
+    from mbd_core.checkpoint.safetensor_files import open_file, write_safetensors
 
     licence = wheel_of(base).licence
     settings = json.loads((adapter / CONFIG).read_text())
@@ -54,7 +54,8 @@ def run(
             settings |= {"r": rank, "lora_alpha": settings["lora_alpha"] * rank / settings["r"]}
         with open_file(adapter / WEIGHTS) as file:
             metadata = file.metadata()
-        save_file({k: t.to(torch.bfloat16) for k, t in tensors.items()}, folder / WEIGHTS, metadata=metadata)
+        small = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
+        write_safetensors(folder / WEIGHTS, small, metadata=metadata)
         write_json(folder / CONFIG, {**settings, "base_model_name_or_path": base})
         write_json(folder / "recipe.json", recipe)
         (folder / "README.md").write_text(card)

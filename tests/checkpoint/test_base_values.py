@@ -48,6 +48,7 @@ def test_other_weights_of_equal_shapes_are_another_base(tmp_path: Path, name: st
     if name not in DENSE:
         return
     adapter, other = write_adapter(tmp_path / "a", CONFIGS[name], base), changed(base, tmp_path / "other", 0.05)
+    assert all(file.stat().st_mode & 0o444 == 0o444 for file in adapter.iterdir()), "a server of another user reads it"
     check_base(adapter, base)
     with pytest.raises(ValueError, match=r"/a was trained beside the-base, .* /.*/other; give the adapter its own"):
         check_base(adapter, other)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from mbd_core.checkpoint.conversion import convert
 from mbd_core.checkpoint.loading import load_model
-from mbd_core.checkpoint.safetensor_files import INDEX
+from mbd_core.checkpoint.safetensor_files import INDEX, write_safetensors
 from mbd_core.checkpoint.saving import save_model
 
 
@@ -30,6 +30,13 @@ def test_wrong_shards_are_named(folder: Path) -> None:
     (folder / file).unlink()
     with pytest.raises(ValueError, match=" more"):
         load_model(folder)
+
+
+def test_a_write_that_fails_is_one_sentence(tmp_path: Path) -> None:
+    """On a full disk too safetensors raises an error of its own."""
+    with pytest.raises(OSError, match=r"a.safetensors cannot be written: ") as raised:
+        write_safetensors(tmp_path / "absent" / "a.safetensors", {"a": torch.zeros(9)})
+    assert "\n" not in str(raised.value)
 
 
 def change_index(folder: Path, **files: object) -> None:
