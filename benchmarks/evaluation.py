@@ -179,10 +179,9 @@ def decode_all(model: DecodingModel, rows: Sequence[PlannedRow]) -> tuple[float,
 
 def time_sweep(sweep: Sweep, *, num_actors: int = 1) -> tuple[float, float, TextBySample]:
     """Ray's start in seconds, the sweep on it in seconds, and the sweep's texts."""
-    import ray
 
     from actors.evaluation.sweep import ray_executor
-    from cluster.local import connect
+    from cluster.local import connect, disconnect
     from mbd_core.evaluation.report.summary import write_summary
     from mbd_core.evaluation.sweep.endpoints.endpoint import EndpointStage
     from mbd_core.evaluation.sweep.folder import FILES, KIND, read_samples
@@ -204,7 +203,7 @@ def time_sweep(sweep: Sweep, *, num_actors: int = 1) -> tuple[float, float, Text
             texts = {row["sample"]: row["text"] or "" for row in read_samples(mirror.path)}
     finally:
         if is_ours:
-            ray.shutdown()
+            disconnect()
     return sweep_start - start, end - sweep_start, texts
 
 

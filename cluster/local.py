@@ -19,7 +19,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +46,7 @@ ANSWER_SECONDS = 30.0
 ALIVE_SECONDS, ALIVE_LOG_SECONDS = 3.0, 15.0  # until a long wait is shown; between its lines in a log
 KEPT_LINES = 500
 TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
+AUTH_MODE = "RAY_AUTH_MODE"
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
 RAY_START = (sys.executable, "-P", "-m", "ray.scripts.scripts", "start")
 ASK = "import sys; from ray.scripts.scripts import cli; print(flush=True); cli(['status', sys.argv[1]])"
@@ -75,7 +76,7 @@ def local_cluster(*, num_cpus: int = 8, start_seconds: float = START_SECONDS) ->
     with ExitStack() as stack:
         with progress_line("starting Ray"):
             for is_last in (False, True):
-                starting = _head(num_cpus=num_cpus, start_seconds=start_seconds, folder=ROOT, RAY_AUTH_MODE="token")
+                starting = _head(num_cpus=num_cpus, start_seconds=start_seconds, folder=ROOT, **{AUTH_MODE: "token"})
                 head, cluster = stack.enter_context(starting)
                 try:
                     _wait_until_up(head, cluster, seconds=start_seconds)
@@ -97,17 +98,18 @@ def connect(
     answer_seconds: float = ANSWER_SECONDS,
 ) -> bool:
     """Joins the cluster at `address`, by default at `RAY_ADDRESS` (set inside a submitted job). Without an address, or
-    at "local", it starts a cluster that ends with this process.
+    at "local", it starts a cluster, which ends with this process at the latest.
 
-    `worker_logs` shows what workers print. Returns whether the caller must end the connection with `ray.shutdown()`:
-    a caller who was connected before must not. A cluster that was started here ends when this process does. The name
-    of a cluster that was joined is printed on stderr.
+    `worker_logs` shows what workers print. Returns whether the caller must `disconnect()`: a caller who was connected
+    before must not. The name of a cluster that was joined is printed on stderr.
 
     Raises `RuntimeError`, one sentence, if the cluster at `RAY_ADDRESS` does not answer within `answer_seconds`, or if
     none starts within `start_seconds`; no process is left behind then. Raises `ValueError` for a `RAY_ADDRESS` that
-    names no one cluster.
+    names no one cluster, and for an `address` of another cluster than the one that this process is connected to.
     """
     if ray.is_initialized():
+        if address is not None:
+            _check_joined(address)
         return False
     keep_direct()
     log_settings = {"logging_level": "warning", "log_to_driver": worker_logs}
@@ -135,6 +137,39 @@ def connect(
     print(f"on the Ray cluster at {address}", file=sys.stderr, flush=True)
     _print_own_lines()
     return True
+
+
+_own = ExitStack()  # ends the cluster that this process has started
+atexit.register(_own.close)
+
+
+def disconnect() -> None:
+    """End the connection, and the cluster if `connect` started it."""
+    ray.shutdown()
+    _own.close()
+
+
+def _check_joined(address: str) -> None:
+    """Raise `ValueError` if this process is connected to another cluster than the one at `address`."""
+    joined, named = ray.get_runtime_context().gcs_address, address_to_join(address)
+    if named is None or not _is_same(named, joined):
+        raise ValueError(
+            f"this process is connected to the Ray cluster at {joined}, so cluster={address} cannot be had: call "
+            "ray.shutdown() first, or leave it out"
+        )
+
+
+def _is_same(first: str, second: str) -> bool:
+    """Whether two addresses, each host:port, are one place as this machine resolves them."""
+    (first_host, _, first_port), (second_host, _, second_port) = first.rpartition(":"), second.rpartition(":")
+    if first_port != second_port:
+        return False
+    own = {"127.0.0.1", "localhost", ray.util.get_node_ip_address()}
+    if first_host == second_host or {first_host, second_host} <= own:
+        return True
+    with suppress(OSError):
+        return socket.gethostbyname(first_host) == socket.gethostbyname(second_host)
+    return False
 
 
 _kept: deque[str] = deque(maxlen=KEPT_LINES)
@@ -220,7 +255,8 @@ def _one_cluster(address: str, noun: str) -> str:
 
 
 def _connect_to_own(*, num_cpus: int, start_seconds: float, **settings: Any) -> None:
-    """Start a cluster in processes of its own and connect to it; both end when this process does."""
+    """Start a cluster in processes of its own and connect to it; both end with `disconnect` or this process."""
+    before = {name: os.environ.get(name) for name in (TOKEN_PATH, AUTH_MODE)}
     make_token()
     with ExitStack() as stack, progress_line("starting Ray"):
         try:
@@ -236,7 +272,18 @@ def _connect_to_own(*, num_cpus: int, start_seconds: float, **settings: Any) -> 
                 ray.init(address, **settings)
         except Exception as error:  # Ray has no narrower type for it
             raise RuntimeError(f"the local Ray cluster started and does not answer: {_one_line(error)}") from error
-        atexit.register(stack.pop_all().close)
+        _own.callback(_set_back, before)
+        _own.enter_context(stack.pop_all())
+
+
+def _set_back(variables: Mapping[str, str | None]) -> None:
+    """Give variables of the environment the values that they had, and read Ray's token anew."""
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    forget_token()
 
 
 def _start_head(stack: ExitStack, *, num_cpus: int, start_seconds: float) -> tuple[LocalCluster, str]:

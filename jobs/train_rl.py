@@ -181,12 +181,11 @@ def start_executor(plan: RolloutPlan, own: RLOptions, storage: Folder, *, isolat
         finally:
             local.close()
         return
-    import ray
 
     # Ray takes seconds to import: bad input is refused before that
     from actors.paths import known_paths, model_paths, teacher_paths
     from actors.rl.executor import Layout, RayRLExecutor
-    from cluster.local import connect
+    from cluster.local import connect, disconnect
 
     is_ours = connect(num_cpus=max(4, own.engines * own.tensor_parallel + own.learners + 2))
     try:
@@ -206,7 +205,7 @@ def start_executor(plan: RolloutPlan, own: RLOptions, storage: Folder, *, isolat
             yield executor
     finally:
         if is_ours:
-            ray.shutdown()
+            disconnect()
 
 
 SHOWN = [

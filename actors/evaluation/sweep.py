@@ -137,7 +137,7 @@ def ray_executor(
             yield executor
     finally:
         if is_ours:
-            ray.shutdown()
+            local.disconnect()
 
 
 class RayExecutor:

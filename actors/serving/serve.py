@@ -24,7 +24,7 @@ from actors.serving.proxy import CALLBACK, CALLBACK_VARIABLE
 from actors.serving.proxy.waiting import NOTHING, STARTING, missing
 from actors.serving.replica import GATEWAY_BUNDLE
 from actors.serving.tracing import serve_variables
-from cluster.local import connect
+from cluster.local import connect, disconnect
 from cluster.ray_private import dashboard_address, task_error_messages
 from cluster.topology import Device, plan_topology
 from mbd_core.stops import interrupt_on
@@ -79,7 +79,7 @@ def serve_until_stopped(model: ModelArgs, gateways: GatewayArgs, *, host: str, p
             os.environ.update(serve_variables())  # for its replicas too
             with _ray_signals():
                 if connect(num_cpus=max(4, model.most_replicas * model.tensor_parallel + 2), worker_logs=False):
-                    stack.callback(ray.shutdown)
+                    stack.callback(disconnect)
             _check_no_serve()
             nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
             topology = plan_topology(nodes, processes=model.most_replicas, ranks=model.tensor_parallel)

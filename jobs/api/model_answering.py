@@ -84,11 +84,9 @@ def cluster_of(
     if cluster is None:
         raise ValueError("workers and actors need a cluster: name one, or leave them out")
     address = ray_address(cluster)
-    import ray
-
     from actors.paths import known_paths, model_paths
     from cluster.failures import CLUSTER_FAILURES, reason
-    from cluster.local import connect
+    from cluster.local import connect, disconnect
 
     is_ours = connect(address=address, num_cpus=(workers or 0) + (actors or 0) + 1, worker_logs=False)
     try:
@@ -99,7 +97,7 @@ def cluster_of(
         raise RuntimeError(f"the work failed on the cluster: {reason(error)}; repeat the command") from error
     finally:
         if is_ours:
-            ray.shutdown()
+            disconnect()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -264,21 +264,25 @@ def train_on_cluster(
         with_paths,
     )  # Ray takes seconds to import: bad input is refused before that
     from cluster.failures import CLUSTER_FAILURES, failure_text, reason
-    from cluster.local import connect
+    from cluster.local import connect, disconnect
     from mbd_core.multitf.step.trainer import Diverged
 
-    connect(address=address, num_cpus=max(4, training.num_workers + 1))
-    with with_paths(training) as training:
-        training = plan_run(training, start)
-        begin(training, resume=resume)
-        try:
-            fit(training)
-        except Diverged as error:
-            training.folder.write_text(FAILURE, failure_text(error))
-            raise RuntimeError(f"the training failed: {error}; the run lies in {training.folder}") from error
-        except CLUSTER_FAILURES as error:
-            training.folder.write_text(FAILURE, failure_text(error))
-            raise RuntimeError(
-                f"the training failed: {reason(error)}; the run lies in {training.folder}; go on with {go_on}; the "
-                f"traceback is in {FAILURE} there"
-            ) from error
+    is_ours = connect(address=address, num_cpus=max(4, training.num_workers + 1))
+    try:
+        with with_paths(training) as training:
+            training = plan_run(training, start)
+            begin(training, resume=resume)
+            try:
+                fit(training)
+            except Diverged as error:
+                training.folder.write_text(FAILURE, failure_text(error))
+                raise RuntimeError(f"the training failed: {error}; the run lies in {training.folder}") from error
+            except CLUSTER_FAILURES as error:
+                training.folder.write_text(FAILURE, failure_text(error))
+                raise RuntimeError(
+                    f"the training failed: {reason(error)}; the run lies in {training.folder}; go on with {go_on}; "
+                    f"the traceback is in {FAILURE} there"
+                ) from error
+    finally:
+        if is_ours:
+            disconnect()

@@ -135,7 +135,8 @@ class Study:
         for training_run in runs:
             check_run(training_run, resume=training_run.folder.exists())
             StartingPoint.read(training_run.recipe, fetch=fetch_model)
-        from cluster.local import connect  # Ray takes seconds to import, and bad input is refused before that
+        # Ray takes seconds to import, and bad input is refused before that
+        from cluster.local import connect, disconnect
 
         at_once = min(at_once, len(runs))
         is_ours = connect(num_cpus=max(4, at_once * workers + 1, actors + 2), worker_logs=False)
@@ -145,9 +146,7 @@ class Study:
                 self.evaluate(seed, actors=actors)
         finally:
             if is_ours:
-                import ray
-
-                ray.shutdown()
+                disconnect()
         tables = []
         for seed in self.plan.seeds:
             models = {path.name: recipe for path, recipe in self.models(seed).items()}

@@ -9,6 +9,7 @@ import tempfile
 import time
 import urllib.error
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -373,3 +374,49 @@ def test_uv_run_on_another_cluster_says_what_ray_does(
     unconnected.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert local.connect()
     assert "RAY_ENABLE_UV_RUN_RUNTIME_ENV=0 workers have" in capsys.readouterr().err
+
+
+def test_another_cluster_than_the_connected_one_is_refused(unconnected: pytest.MonkeyPatch) -> None:
+    unconnected.setattr(ray, "is_initialized", lambda: True)
+    unconnected.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.1")
+    joined = SimpleNamespace(gcs_address="10.0.0.1:6379")
+    unconnected.setattr(ray, "get_runtime_context", lambda: joined)
+    for same in (None, "10.0.0.1:6379", "127.0.0.1:6379", "localhost:6379"):
+        assert not local.connect(address=same)
+    for other in ("10.0.0.2:6379", "10.0.0.1:6380", "local"):
+        with pytest.raises(ValueError, match=f"connected to the Ray cluster at 10.0.0.1:6379, so cluster={other} "):
+            local.connect(address=other)
+    unconnected.setenv("RAY_ADDRESS", "10.0.0.2:6379")
+    assert not local.connect(), "a connection that the caller made goes before the variable"
+
+
+TWICE = """
+import os
+import ray
+from cluster.local import AUTH_MODE, TOKEN_PATH, connect, disconnect
+
+for _ in range(2):
+    assert connect(address="local", num_cpus=1, worker_logs=False)
+    print(os.path.dirname(os.environ[TOKEN_PATH]), ray.get(ray.remote(lambda: os.getpid()).remote()), flush=True)
+    disconnect()
+    assert not ray.is_initialized() and not {TOKEN_PATH, AUTH_MODE} & os.environ.keys()
+    input()
+"""
+
+
+@pytest.mark.slow
+def test_a_cluster_that_a_call_started_ends_with_it_and_another_may_follow() -> None:
+    names = ("RAY_ADDRESS", local.TOKEN_PATH, local.AUTH_MODE)
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    piped = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", TWICE], env=environment, cwd=local.ROOT, **piped) as caller:
+        assert caller.stdin is not None and caller.stdout is not None
+        for _ in range(2):
+            folder, pid = caller.stdout.readline().split()
+            deadline = time.monotonic() + 60
+            while time.monotonic() < deadline and (living_with(folder) or Path(folder).exists()):
+                time.sleep(0.1)
+            assert not living_with(folder) and not Path(folder).exists() and not Path(f"/proc/{pid}").exists()
+            caller.stdin.write("\n")
+            caller.stdin.flush()
+    assert caller.returncode == 0
