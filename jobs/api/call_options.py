@@ -2,11 +2,14 @@
 
 import difflib
 import os
-from collections.abc import Callable, Collection, Mapping
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import Annotated, Any, Literal, TypeVar
 
 from mbd_core.fields import ENGINE, Flag, load
+from mbd_core.storage.folder import Folder
 
 T = TypeVar("T")
 Say = Callable[[str], object]
@@ -37,6 +40,21 @@ def unknown(noun: str, name: str, known: Collection[str]) -> ValueError:
     nearest = difflib.get_close_matches(name, sorted(known), n=1)
     hint = f"is '{nearest[0]}' meant?" if nearest else f"known: {', '.join(sorted(known))}"
     return ValueError(f"unknown {noun} '{name}'; {hint}")
+
+
+@contextmanager
+def folder_of(out: str | os.PathLike[str] | None, *, prefix: str) -> Iterator[Folder]:
+    """The folder that a call writes: `out`, or a folder in a new temporary one, which a refused call removes."""
+    if out is not None:
+        yield Folder.at(os.fspath(out))
+        return
+    place = tempfile.mkdtemp(prefix=prefix)
+    try:
+        yield Folder.at(os.path.join(place, "out"))
+    except BaseException:
+        with suppress(OSError):  # it holds work
+            os.rmdir(place)
+        raise
 
 
 def plain_value(value: Any) -> Any:

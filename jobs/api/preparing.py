@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import fsspec
 
-from jobs.api.call_options import options_from, plain_value, unknown
+from jobs.api.call_options import folder_of, options_from, plain_value, unknown
 from jobs.api.model_answering import Answerer, AnswerOptions, cluster_of
 from jobs.api.rows import names_of, rows_of
 from mbd_core.checkpoint.shipped import model_folder
@@ -153,8 +152,12 @@ def prepare(
             values[name] = names_of(values[name], name)
     own = options_from(PrepareOptions, values)
     answering = options_from(AnswerOptions, {name: value for name, value in options.items() if name in answer_names})
-    place = Folder.at(os.path.join(tempfile.mkdtemp(prefix="mbd-data-"), "data") if out is None else os.fspath(out))
-    with sources_of(rows) as sources:
+    if answering.answers_from is not None and answering.answers is None and out is None:
+        raise ValueError(
+            f"answers_from={answering.answers_from} keeps its answers beside the data, from where the same call goes "
+            "on: name a folder with out="
+        )
+    with folder_of(out, prefix="mbd-data-") as place, sources_of(rows) as sources:
         return prepare_chosen(own, answering, sources, place=place, cluster=cluster)
 
 

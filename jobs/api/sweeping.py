@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict, Unpack
 
-from jobs.api.call_options import IsolationOption, Say, options_from, silent
+from jobs.api.call_options import IsolationOption, Say, folder_of, options_from, silent
 from jobs.api.rows import names_of
 from jobs.api.sweep_work import Subjects, SweepResult, run_work
 from mbd_core.batch.timed_cases import Timing
@@ -116,7 +115,6 @@ def sweep(
     Raises `ValueError`, in the command's words, for options that are not possible, and `RuntimeError` if the sweep
     fails.
     """
-    place = Folder.at(tempfile.mkdtemp(prefix="mbd-sweep-") if out is None else out)
     values: dict[str, Any] = dict(options)
     engine_values = {name: values.pop(name) for name in ENGINE_FIELDS if name in values}
     own_values = {name: values.pop(name) for name in SweepWork.__dataclass_fields__ if name in values}
@@ -130,14 +128,15 @@ def sweep(
     if values.get("methods") is not None:
         values["methods"] = names_of(values["methods"], "methods")
     values |= {"models": names_of(models, "models"), "tasks": names_of(tasks, "tasks"), "grid": _grid_text(grid)}
-    return sweep_chosen(
-        options_from(SweepOptions, values),
-        options_from(EngineConfig, engine_values),
-        options_from(SweepWork, own_values),
-        place=place,
-        cluster=cluster,
-        say=say,
-    )
+    with folder_of(out, prefix="mbd-sweep-") as place:
+        return sweep_chosen(
+            options_from(SweepOptions, values),
+            options_from(EngineConfig, engine_values),
+            options_from(SweepWork, own_values),
+            place=place,
+            cluster=cluster,
+            say=say,
+        )
 
 
 def sweep_chosen(

@@ -129,6 +129,7 @@ def train(
     values = {name: os.fspath(v) if isinstance(v, os.PathLike) else v for name, v in changes.items()}
     for name in values:
         names.check(name)
+        names.check_given_once(name, values)
     choice_values = {n: v for n, v in (given | values).items() if n in RecipeChoice.__dataclass_fields__}
     choice = options_from(RecipeChoice, {name: value for name, value in choice_values.items() if value is not None})
     stated = {
@@ -171,6 +172,16 @@ class Names:
         if name in ALONE:
             raise ValueError(f"{name} belongs to a run without a cluster: give storage and checkpoint_every instead")
         raise unknown("keyword", name, known)
+
+    def check_given_once(self, name: str, values: Mapping[str, Any]) -> None:
+        """Raise `ValueError` if a field is given by its name and inside a part, too."""
+        part: Any = values
+        for step in self.paths.get(name, name).split("."):
+            if not isinstance(part, Mapping) or step not in part:
+                return
+            part = part[step]
+        if self.paths.get(name, name) != name:
+            raise ValueError(f"{name} and {self.paths[name]} are both given: leave one out")
 
 
 def keyword(item: Field) -> str:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,9 @@ def test_samples_are_graded(tmp_path: Path) -> None:
         (lambda: prepare(ROWS, "tiny-mbd", workers=2), "workers and actors need a cluster"),
         (lambda: prepare(ROWS, "tiny-mbd", cluster="local"), "cluster=local has no work"),
         (lambda: prepare(ROWS, "tiny-mbd", temperature=1.0), "--temperature has no meaning without --answers-from"),
+        (lambda: prepare(ROWS, "tiny-mbd", answers_from="tiny-mbd"), "name a folder with out="),
         (lambda: train("nobodys"), "unknown recipe 'nobodys'"),
+        (lambda: train("tiny-mbd", lr=1e-3, train={"lr": 1e-4}), "^lr and train.lr are both given: leave one out"),
         (lambda: train("tiny-mbd", stepz=3), "unknown keyword 'stepz'; is 'steps' meant?"),
         (lambda: train("tiny-mbd", steps=0), "train.steps=0 must be a whole number of at least 1"),
         (lambda: train("tiny-mbd", train={"lrr": 1}), "unknown recipe field 'train.lrr'"),
@@ -123,10 +126,14 @@ def test_samples_are_graded(tmp_path: Path) -> None:
         (lambda: grade("gsm-mini", [{"doc_id": 0, "text": "a"}], workers=0), "workers=0 must be a whole number"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_in_a_sentence(call: Any, sentence: str) -> None:
+def test_what_cannot_be_honoured_is_refused_in_a_sentence(
+    call: Any, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And leaves nothing behind."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(ValueError, match=sentence) as caught:
         call()
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value) and not list(tmp_path.iterdir())
 
 
 def test_the_two_groups_of_options_of_prepare_share_no_name() -> None:
