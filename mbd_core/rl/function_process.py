@@ -14,8 +14,11 @@ import inspect
 import json
 import os
 import resource
+import select
+import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypedDict
@@ -158,6 +161,7 @@ def main(name: str, descriptor: int, seconds: float) -> None:
     """Answer questions until the socket closes. An `async def` function answers many at a time, in `seconds` each."""
     os.dup2(2, 1)
     connection = socket.socket(fileno=descriptor)
+    threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
     try:
         function = UserFunction(name)
     except FunctionRefused as error:
@@ -172,6 +176,15 @@ def main(name: str, descriptor: int, seconds: float) -> None:
             asyncio.run(_answer_together(function, connection, seconds))
         else:
             _answer_in_turn(function, connection)
+
+
+def _end_with(connection: socket.socket) -> None:
+    """End this process and those that the function has started once nobody asks any more, also in the middle of an
+    answer."""
+    gone = select.poll()
+    gone.register(connection, select.POLLRDHUP)
+    gone.poll()
+    os.killpg(os.getpid(), signal.SIGKILL)  # the asker made this process the leader of a group
 
 
 def _answer_in_turn(function: UserFunction, connection: socket.socket) -> None:

@@ -8,6 +8,7 @@ has one process, and many answers under way in it.
 import asyncio
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -43,7 +44,11 @@ class FunctionProcess:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *filter(None, sys.path)])}
         with theirs:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment
+                command,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=environment,
+                start_new_session=True,  # it and its children end together
             )
         self._socket, self._numbers = ours, count()
         self._waiting: dict[int, asyncio.Future[FunctionReply]] = {}
@@ -98,12 +103,14 @@ class FunctionProcess:
         self.end("ended its process")
 
     def end(self, why: str) -> None:
-        """Kill the process; pending calls of `ask` raise `ProcessLost` with the reason."""
+        """Kill the process and its children; pending calls of `ask` raise `ProcessLost` with the reason."""
         self._lost = self._lost or why
-        self._process.kill()
-        self._process.wait()
+        if self._process.returncode is None:  # until it is waited for, its number is nobody else's
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
         if self._writer is not None:
-            self._writer.close()  # children of the process may hold the other end open
+            self._writer.close()
         else:
             self._socket.close()
         if self._listening is not None and self._listening is not asyncio.current_task():

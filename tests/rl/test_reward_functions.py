@@ -1,8 +1,12 @@
 """A user's function: in processes of its own, many answers at once, in the forms that others write."""
 
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from scored_rows import rewards_of, scores
 
@@ -101,3 +105,56 @@ def test_one_answer_of_an_async_function_does_not_cost_the_others(monkeypatch: p
     assert hanging[3].startswith("reward 'rl_rewards:hangs_for_one' did not answer within 1 s")
     ending = rewards_of("rl_rewards:ends_for_one", NUMBERS[:6], judge_concurrency=2)
     assert "ended its process" in ending[3] and (ending[0], ending[5]) == (0.0, 5.0)
+
+
+WITH_A_CHILD = """
+import os, subprocess, sys, time
+
+def reward(prompt, text, reference):
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(90)"])
+    with open(text, "w") as file:
+        print(os.getpid(), child.pid, file=file, flush=True)
+    time.sleep(90)
+"""
+ASKER = """
+import sys
+from scored_rows import rewards_of
+
+rewards_of(sys.argv[1], [sys.argv[2]])
+"""
+
+
+def pids_in(file: Path, *, count: int) -> list[int]:
+    """The numbers that the function has written by now, or will have soon."""
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline:
+        pids = file.read_text().split() if file.is_file() else []
+        if len(pids) == count:
+            return [int(pid) for pid in pids]
+        time.sleep(0.02)
+    raise TimeoutError(f"{file} names no {count} processes")
+
+
+def all_end(pids: list[int]) -> bool:
+    deadline = time.monotonic() + 30
+    living = pids
+    while living and time.monotonic() < deadline:
+        living = [pid for pid in living if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
+        time.sleep(0.02)
+    return not living
+
+
+def test_what_a_function_has_started_ends_with_its_time(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(WITH_A_CHILD)
+    (said,) = rewards_of(f"{tmp_path}/own.py:reward", [str(tmp_path / "pids")], reward_seconds=2.0)
+    assert "did not answer within 2 s" in said
+    assert all_end(pids_in(tmp_path / "pids", count=2))
+
+
+def test_nothing_of_a_function_outlives_a_run_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(WITH_A_CHILD)
+    command = [sys.executable, "-c", ASKER, f"{tmp_path}/own.py:reward", str(tmp_path / "pids")]
+    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}) as asker:
+        pids = pids_in(tmp_path / "pids", count=2)
+        asker.kill()
+    assert all_end(pids)
