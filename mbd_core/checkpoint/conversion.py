@@ -38,6 +38,7 @@ from mbd_core.checkpoint.tensors import (
 )
 from mbd_core.checkpoint.tokenizer import has_tokenizer, load_tokenizer
 from mbd_core.files import check_target_folder, folder_beside
+from mbd_core.json_text import parse_json
 from mbd_core.models.model_config import ModelConfig
 
 
@@ -221,7 +222,7 @@ def _correct_config(path: Path, plan: _Plan) -> None:
     `model_type` says whether experts are stacked (`expert_model_types`), `model_type` becomes the target's.
     """
     text = path.read_text()
-    config = json.loads(text)
+    config = parse_json(text, str(path))
     if config.pop("quantization_config", None) is not None:
         text = json.dumps(config, indent=2) + "\n"
     types = FAMILIES[plan.config.architecture].expert_model_types

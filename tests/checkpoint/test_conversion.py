@@ -20,6 +20,7 @@ from mbd_core.checkpoint import conversion
 from mbd_core.checkpoint.conversion import convert
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.files import MANIFEST
+from mbd_core.json_text import parse_json
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.models.shapes import SHAPES
 
@@ -54,6 +55,14 @@ def test_fused_is_the_training_layout(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "fused" / "config.json").read_text())["model_type"] == "llada2_moe_veomni"
     convert(tmp_path / "fused", tmp_path / "again")  # nothing asked: nothing changed
     assert contents(tmp_path / "again") == contents(tmp_path / "fused")
+
+
+def test_a_configuration_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    start = write_model(tmp_path / "start", LLADA2)
+    marked = "\ufeff" + (start / "config.json").read_text()
+    (start / "config.json").write_text(marked)
+    convert(start, tmp_path / "out", experts="fused")
+    assert parse_json((tmp_path / "out" / "config.json").read_text(), "it")["model_type"] == "llada2_moe_veomni"
 
 
 @pytest.mark.parametrize("to", ["hf", "dcp"])
