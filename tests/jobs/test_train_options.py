@@ -107,6 +107,22 @@ def test_a_run_is_named_by_its_recipe_and_the_model_that_it_writes(
     assert [run.name for run in started] == [name]
 
 
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_a_training_that_fails_ends_the_cluster_that_it_started_and_no_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], is_ours: bool
+) -> None:
+    ended: list[str] = []
+    monkeypatch.setattr("cluster.local.connect", lambda **_: is_ours)
+    monkeypatch.setattr("cluster.local.disconnect", lambda: ended.append("Ray"))
+
+    def failing(training: TrainingRun) -> None:
+        raise ValueError("no room for it")
+
+    monkeypatch.setattr("actors.training.worker.with_paths", failing)
+    assert train_multitf.main(["--recipe", "tiny-bd", "--steps", "1", "--storage", str(tmp_path / "runs")]) == 2
+    assert "no room for it" in capsys.readouterr().err and ended == (["Ray"] if is_ours else [])
+
+
 def test_losses_are_there_while_a_run_goes_on(tmp_path: Path) -> None:
     curve = [{"step": 0, "loss": 2.0}]
     (tmp_path / LOSSES).write_text('{"step": 0}\n{"step": 1}\n')  # of a start that was lost

@@ -75,9 +75,9 @@ def test_a_signal_while_it_starts_is_an_end_in_good_order(
         os.kill(os.getpid(), number)  # once more, by somebody impatient
         stopped.append("ray")
 
-    ray = SimpleNamespace(is_initialized=lambda: True, get_actor=no_actor, nodes=nodes, shutdown=shutdown)
+    ray = SimpleNamespace(is_initialized=lambda: True, get_actor=no_actor, nodes=nodes)
     serve = SimpleNamespace(start=start, shutdown=lambda: stopped.append("serve"))
-    for name, stand_in in (("connect", connect), ("ray", ray), ("serve", serve)):
+    for name, stand_in in (("connect", connect), ("disconnect", shutdown), ("ray", ray), ("serve", serve)):
         monkeypatch.setattr(serving, name, stand_in)
     for name in serving.PROXY_CHECKS:
         os.environ.pop(name, None)
@@ -112,12 +112,11 @@ def ended(monkeypatch: pytest.MonkeyPatch, gateways: ScriptedGateways, argv: lis
     """The exit code of a job that serves until `number`; Ray and Serve are stopped then."""
     stopped: list[str] = []
     nodes = [{"Alive": True, "Resources": {"CPU": 4.0}}]
-    ray = SimpleNamespace(
-        is_initialized=lambda: True, get_actor=no_actor, nodes=lambda: nodes, shutdown=lambda: stopped.append("ray")
-    )
+    ray = SimpleNamespace(is_initialized=lambda: True, get_actor=no_actor, nodes=lambda: nodes)
     serve = SimpleNamespace(
         start=lambda **_: None, run=lambda *_, **__: gateways, shutdown=lambda: stopped.append("serve")
     )
+    monkeypatch.setattr(serving, "disconnect", lambda: stopped.append("ray"))
     for name, stand_in in (("connect", lambda **_: True), ("ray", ray), ("serve", serve)):
         monkeypatch.setattr(serving, name, stand_in)
     for name in ("POLL_SECONDS", "PASS_ON_SECONDS"):
@@ -327,11 +326,12 @@ def started_with(monkeypatch: pytest.MonkeyPatch, **functions: Callable[..., Any
 
         return stop
 
-    ray = SimpleNamespace(is_initialized=lambda: True, get_actor=no_actor, nodes=lambda: nodes, shutdown=end("ray"))
+    ray = SimpleNamespace(is_initialized=lambda: True, get_actor=no_actor, nodes=lambda: nodes)
     handle = ScriptedGateways([0])
     serve: dict[str, Any] = {"start": lambda **_: None, "run": lambda *_, **__: handle, "shutdown": end("serve")}
     for name, stand_in in (
         ("connect", lambda **_: True),
+        ("disconnect", end("ray")),
         ("ray", ray),
         ("serve", SimpleNamespace(**(serve | functions))),
     ):
