@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from mbd_core.command_line import CommandText, command
 from mbd_core.evaluation.tasks.answers.math_judge import MathJudge
 from mbd_core.fields import DATA, OUTPUT, Flag, Ge
 from mbd_core.files import check_new_file, write_json
+from mbd_core.row_files.rows import read_file
 
 FILES = {"gsm8k": "gsm8k/test.jsonl", "math500": "math500/test.jsonl"}
 MOST_TRIES = 200  # golds that are tried for each wanted text
@@ -69,8 +69,15 @@ def load_golds(task: str, folder: Path | None) -> list[str]:
     path = folder / FILES[task]
     if not path.exists():
         raise ValueError(f"{path} is not there; name a folder that has {' and '.join(FILES.values())}")
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return [row["answer"].rpartition("#### ")[2].strip() for row in rows]
+    golds = []
+    for row in read_file(str(path)):
+        answer = row.values.get("answer")
+        if not isinstance(answer, str):
+            raise ValueError(f"{row.place}: answer must be a text, as in the benchmark's own file")
+        golds.append(answer.rpartition("#### ")[2].strip())
+    if not golds:
+        raise ValueError(f"{path} holds no rows; give the benchmark's own file")
+    return golds
 
 
 def kinds_of(task: str, golds: Sequence[str], *, number: int, seed: int) -> Iterator[GraderKind]:

@@ -118,7 +118,7 @@ def read_prompts(path: Path, *, limit: int | None = None) -> list[PromptLine]:
     Raises `ValueError` for a file that cannot be read, has no prompt or has a malformed line, which it names.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # a text may hold other ends of lines
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 ({error.reason})") from None
     except OSError as error:

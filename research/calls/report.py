@@ -17,13 +17,15 @@ from typing import Annotated, Any, Literal
 
 from mbd_core.command_line import command, refuse_given
 from mbd_core.evaluation.measures.statistics import p_text, sign_test, wins_and_losses
-from mbd_core.fields import DATA, OUTPUT, Flag, load
+from mbd_core.fields import DATA, OUTPUT, Flag
 from mbd_core.files import check_target_folder, folder_beside, write_text
 from mbd_core.tables import Cell
-from research.tables import table_lines
+from research.tables import rows_of, table_lines
 
 KIND, ROWS, TIMES = "judged calls", "rows.jsonl", "times.jsonl"
 CATEGORY = "multiple"
+CALLS = ("bfcl:", "bfcl-free:")
+"""How the names of the tasks begin whose answers are calls; a sweep may have other tasks, too."""
 FREE, GRAMMAR, NONE_FITS = "no", "yes", "yes, none fits"
 """Whether an answer was held to a grammar of calls, as the tables say it."""
 SweptArm = tuple[str, str]
@@ -137,7 +139,12 @@ def run(
         return
     if out is not None:
         check_target_folder(out, KIND, overwrite=overwrite)
-    answers = [judged(row) for folder in sweep for row in read_samples(folder) if row["error"] is None]
+    answers = [
+        judged(row)
+        for folder in sweep
+        for row in read_samples(folder)
+        if row["error"] is None and row["task"].startswith(CALLS)
+    ]
     times = [
         TimedAnswer(
             model=row["model"],
@@ -148,13 +155,13 @@ def run(
         )
         for folder in sweep
         for row in read_times(folder)
-        if row["error"] is None and row["run"] == "alone"
+        if row["error"] is None and row["run"] == "alone" and row["task"].startswith(CALLS)
     ]
+    print("\n".join(report(answers, times, category)))  # a category without answers is refused before a folder is made
     if out is not None:
         with folder_beside(out, KIND, overwrite=overwrite) as folder:
             for name, rows in ((ROWS, answers), (TIMES, times)):
                 write_text(folder / name, "".join(json.dumps(asdict(row)) + "\n" for row in rows))
-    print("\n".join(report(answers, times, category)))
 
 
 def kept(folder: Path) -> tuple[list[JudgedAnswer], list[TimedAnswer]]:
@@ -162,10 +169,7 @@ def kept(folder: Path) -> tuple[list[JudgedAnswer], list[TimedAnswer]]:
     for name in (ROWS, TIMES):
         if not (folder / name).is_file():
             raise ValueError(f"{folder} holds no {name}; name the --out of an earlier call")
-    answers, times = ((folder / name).read_text(encoding="utf-8").splitlines() for name in (ROWS, TIMES))
-    return [load(JudgedAnswer, json.loads(line)) for line in answers], [
-        load(TimedAnswer, json.loads(line)) for line in times
-    ]
+    return rows_of(folder / ROWS, JudgedAnswer), rows_of(folder / TIMES, TimedAnswer)
 
 
 def report(answers: Sequence[JudgedAnswer], times: Sequence[TimedAnswer], category: str = CATEGORY) -> list[str]:
@@ -179,9 +183,8 @@ def report(answers: Sequence[JudgedAnswer], times: Sequence[TimedAnswer], catego
         if row.task in named:
             of[row.arm, named[row.task]].append(row)
     if not any(held != NONE_FITS for _, held in of):
-        raise ValueError(
-            f"no answer is to bfcl:{category}; there are {', '.join(sorted({row.task for row in answers}))}"
-        )
+        present = ", ".join(sorted({row.task for row in answers})) or "no answers to bfcl's tasks"
+        raise ValueError(f"no answer is to bfcl:{category}; there are {present}")
     times = [replace(row, task=named[row.task]) for row in times if row.task in named]
     arms = list(dict.fromkeys(row.arm for row in answers))
     return [

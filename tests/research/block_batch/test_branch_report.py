@@ -15,6 +15,7 @@ from mbd_core.checkpoint.tokenizer import load_tokenizer
 from mbd_core.decoding.blocks.canvas_config import Branches, Canvas
 from mbd_core.files import MANIFEST
 from mbd_core.plain_loops import run_planned
+from research.block_batch.decoding import read_prompts
 from research.block_batch.outputs import BranchStudy, DecodedPrompt, StudiedPrompt, oracle_of
 from research.block_batch.report import method_means
 from research.block_batch.study import main
@@ -226,3 +227,9 @@ def test_bad_input_is_one_sentence(
     error = capsys.readouterr().err.strip().splitlines()
     assert len(error) == 1 and error[0].startswith("blocks: ") and message in error[0]
     assert not (tmp_path / "out").exists()
+
+
+def test_a_prompt_may_hold_any_end_of_a_line(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"prompt": "one\u2028two\x85"}, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert [(prompt.name, prompt.text) for prompt in read_prompts(file)] == [("line 1", "one\u2028two\x85")]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mbd_core.evaluation.sweep import folder as sweep_folder
 from mbd_core.evaluation.tasks.kinds.function_calls import named_task
 from mbd_core.tasks.split import split_of
 from research.calls import data, report
@@ -111,6 +112,35 @@ def test_tables_pair_the_same_questions_and_compare_the_times() -> None:
     assert "| mbd | multi | yes, none fits | 0.0 | | | 100.0 | 3.00 |" in of_simple
     with pytest.raises(ValueError, match="bfcl:simple_python; there are bfcl-free:multiple, bfcl:irrelevance"):
         report.report(rows, times, "simple_python")
+
+
+def a_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sweep that any folder holds: of a task with calls, and of one with numbers."""
+    graded = [
+        sample(calls(("os_link", '{"path": "a"}')), correct=True),
+        sample(calls(("os_link", '{"path": "a"}')), correct=True) | {"task": FREE},
+        sample("#### 5") | {"task": "gsm-mini", "reference": "5"},
+    ]
+    timed = {"model": "m", "method": "single", "num_forwards": 4, "decode_seconds": 0.1, "run": "alone", "error": None}
+    monkeypatch.setattr(sweep_folder, "read_samples", lambda _: [row | {"error": None} for row in graded])
+    monkeypatch.setattr(sweep_folder, "read_times", lambda _: [timed | {"task": row["task"]} for row in graded])
+
+
+def test_a_sweep_may_have_other_tasks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a_sweep(monkeypatch)
+    argv = ["--sweep", str(tmp_path), "--out", str(tmp_path / "out")]
+    assert report.main([*argv, "--category", "simpel"]) == 2
+    assert "no answer is to bfcl:simpel; there are bfcl-free:multiple, bfcl:multiple" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert report.main(argv) == 0
+    assert "| m | single | yes | 100.0 | 100.0 | 100.0 | 100.0 | 3.00 |" in capsys.readouterr().out
+    assert {row.task for rows in report.kept(tmp_path / "out") for row in rows} == {FREE, GRAMMAR}
+    with (tmp_path / "out" / report.TIMES).open("a") as file:
+        file.write("{\n")
+    assert report.main(["--report-only", str(tmp_path / "out")]) == 2
+    assert "times.jsonl, line 3: it is not valid JSON" in capsys.readouterr().err
 
 
 def test_bad_folders_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
