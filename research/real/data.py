@@ -28,6 +28,7 @@ from pydantic import BaseModel
 from mbd_core.command_line import command
 from mbd_core.fields import DATA, OUTPUT, Flag
 from mbd_core.files import check_target_folder, folder_beside
+from mbd_core.row_files.rows import read_file
 from mbd_core.tasks.gsm_mini import generate
 from mbd_core.tasks.split import Split, split_of
 
@@ -88,7 +89,12 @@ def _digest(seed: int, key: str) -> bytes:
 
 
 def _packages() -> Sequence[dict[str, Any]]:
-    return _listed(subprocess.run(["apt-cache", "dumpavail"], capture_output=True, text=True, check=True).stdout)
+    command = ["apt-cache", "dumpavail"]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)
+    if done.returncode:
+        reason = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
+        raise RuntimeError(f"{' '.join(command)}, which lists the packages of package-fields, failed: {reason}")
+    return _listed(done.stdout)
 
 
 @functools.lru_cache(maxsize=1)
@@ -98,15 +104,17 @@ def _listed(text: str) -> Sequence[dict[str, Any]]:
     for paragraph in text.split("\n\n"):
         fields = dict(re.findall(r"^([A-Z][\w-]*): (.*)$", paragraph, flags=re.MULTILINE))
         description = fields.get("Description", "").strip(" .")
-        if len(description) < 12 or "Installed-Size" not in fields or len(fields["Version"]) > 24:
+        version, size = fields.get("Version"), fields.get("Installed-Size", "")
+        if len(description) < 12 or "Package" not in fields or not size.isdecimal() or len(version or "") > 24:
             continue
+        maintainer = re.sub(r" *<.*", "", fields.get("Maintainer", "")).strip('"')
         found[fields["Package"]] = {
             "package": fields["Package"],
             "description": description,
-            "version": fields["Version"],
+            "version": version,
             "section": fields.get("Section"),
-            "maintainer": re.sub(r" *<.*", "", fields["Maintainer"]).strip('"'),
-            "size_kb": int(fields["Installed-Size"]),
+            "maintainer": maintainer or None,
+            "size_kb": int(size),
             "homepage": fields.get("Homepage"),
         }
     return list(found.values())
@@ -150,8 +158,9 @@ def _imperatives() -> Sequence[str]:
     """Distinct first sentences that begin with a verb. A word counts as a verb if at least three sentences begin with
     it."""
     found: set[str] = set()
-    for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
-        if "site-packages" in path.parts or "test" in path.parts:
+    library = Path(sysconfig.get_path("stdlib"))
+    for path in sorted(library.rglob("*.py")):
+        if {"site-packages", "test"} & {*path.relative_to(library).parts}:
             continue
         try:
             tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -168,13 +177,24 @@ def _imperatives() -> Sequence[str]:
 
 
 def gsm8k(folder: Path, split: Split) -> Iterator[Row]:
-    """GSM8K's own problems, without the calculator's marks. Its training file gives the valid split, too."""
-    file = folder / ("test.jsonl" if split == "test" else "train.jsonl")
-    for line in file.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        own = "valid" if split_of(row["question"]) == "valid" else "train"
+    """GSM8K's own problems, without the calculator's marks. Its training file gives the valid split, too.
+
+    Raises `ValueError` that names the file, and the line of a bad row.
+    """
+    for row in read_file(str(_gsm8k_file(folder, split))):
+        question, answer = row.values.get("question"), row.values.get("answer")
+        if not (isinstance(question, str) and isinstance(answer, str)):
+            raise ValueError(f"{row.place}: question and answer must be texts, as in GSM8K's own files")
+        own = "valid" if split_of(question) == "valid" else "train"
         if split in ("test", own):
-            yield {"question": row["question"], "answer": re.sub(r"<<.*?>>", "", row["answer"])}
+            yield {"question": question, "answer": re.sub(r"<<.*?>>", "", answer)}
+
+
+def _gsm8k_file(folder: Path, split: Split) -> Path:
+    file = folder / ("test.jsonl" if split == "test" else "train.jsonl")
+    if not file.is_file():
+        raise ValueError(f"--gsm8k {folder} holds no {file.name}")
+    return file
 
 
 COUNTS = {"gsm-mini": 6_000, "package-fields": 6_000, "third-person": 1_600, "gsm8k": 2_400}
@@ -182,6 +202,13 @@ COUNTS = {"gsm-mini": 6_000, "package-fields": 6_000, "third-person": 1_600, "gs
 HELD_OUT = 500
 """The largest number of unseen problems of a task in a split."""
 SEED = 7
+NO_ROWS = {
+    "gsm-mini": "",
+    "package-fields": "there are no package lists of Debian; fetch them with apt-get update",
+    "third-person": "the sources of this Python have no docstrings",
+    "gsm8k": "the file of --gsm8k has no problem of this split",
+}
+"""Why a task may have no rows."""
 
 
 def streams(gsm8k_folder: Path | None) -> dict[str, Callable[[Split], Iterator[Row]]]:
@@ -207,16 +234,16 @@ def run(
     """
     if shutil.which("apt-cache") is None:
         raise ValueError("the task package-fields reads Debian's package lists by apt-cache, which is not here")
-    for name in ("train.jsonl", "test.jsonl"):
-        if gsm8k_folder is not None and not (gsm8k_folder / name).is_file():
-            raise ValueError(f"--gsm8k {gsm8k_folder} holds no {name}")
+    if gsm8k_folder is not None:
+        _gsm8k_file(gsm8k_folder, "train")
+        _gsm8k_file(gsm8k_folder, "test")
     check_target_folder(out, KIND)
     samples: list[dict[str, Any]] = []
     with folder_beside(out, KIND) as folder:
         for task, stream in streams(gsm8k_folder).items():
             rows = list(itertools.islice(stream("train"), COUNTS[task]))
             if not rows:
-                raise ValueError(f"there are no rows of {task}; fetch the package lists with apt-get update")
+                raise ValueError(f"there are no rows of {task}: {NO_ROWS[task]}")
             for row in rows:
                 turns = [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]
                 samples.append({"messages": turns})

@@ -84,6 +84,59 @@ def test_gsm8k_s_training_file_gives_train_and_valid(tmp_path: Path) -> None:
     assert next(data.gsm8k(tmp_path, "test")) == {"question": "q0", "answer": "a b\n#### 2"}
 
 
+@pytest.mark.parametrize(
+    ("second", "fault"),
+    [
+        ('["q", "a"]', "line 2: a list, not a JSON object"),
+        ('{"question": "q"}', "line 2: question and answer must be texts"),
+        ('{"question": "q", "answer": 5}', "line 2: question and answer must be texts"),
+        ('{"question": "q", "answ', "line 2: it is not valid JSON"),
+    ],
+)
+def test_a_bad_row_of_gsm8k_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], second: str, fault: str
+) -> None:
+    good = json.dumps({"question": "one\u2028two\x85three", "answer": "#### 2"}, ensure_ascii=False)
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text(f"{good}\n", encoding="utf-8")
+    assert [row["question"] for row in data.gsm8k(tmp_path, "test")] == ["one\u2028two\x85three"]
+    (tmp_path / "train.jsonl").write_text(f"{good}\n{second}\n", encoding="utf-8")
+    assert data.main(["--out", str(tmp_path / "out"), "--gsm8k", str(tmp_path)]) == 2
+    assert f"{tmp_path / 'train.jsonl'}, {fault}" in capsys.readouterr().err
+
+
+def test_a_package_may_lack_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = PARAGRAPHS.split("\n\n")[0]
+    lacking = whole.replace("Version: 1.0\n", "").replace("Maintainer: Tool Makers <m@example.org>\n", "")
+    odd = [lacking.replace("Installed-Size: 0", "Installed-Size: a lot"), lacking.replace("Package: tool-0\n", "")]
+    answer = subprocess.CompletedProcess([], 0, stdout="\n\n".join([lacking, *odd]))
+    monkeypatch.setattr(data.subprocess, "run", lambda *_, **__: answer)
+    (package,) = data._packages()
+    assert (package["package"], package["version"], package["maintainer"]) == ("tool-0", None, None)
+
+
+def test_an_apt_cache_that_fails_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failed = subprocess.CompletedProcess(
+        [], 100, stdout="", stderr="W: old\nE: The list of sources could not be read.\n"
+    )
+    monkeypatch.setattr(data.subprocess, "run", lambda *_, **__: failed)
+    assert data.main(["--out", str(tmp_path / "out")]) == 1
+    assert capsys.readouterr().err.rstrip().endswith("failed: E: The list of sources could not be read.")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_python_below_a_folder_named_test_has_sentences(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    library = tmp_path / "test" / "lib"
+    for folder in (library, library / "test"):
+        folder.mkdir(parents=True)
+        functions = [f'def f{n}():\n    """Return the {folder.name} of number {n}."""\n' for n in range(3)]
+        (folder / "module.py").write_text("\n".join(functions))
+    monkeypatch.setattr(data.sysconfig, "get_path", lambda _: str(library))
+    assert sorted(data._imperatives.__wrapped__()) == [f"Return the lib of number {n}." for n in range(3)]
+
+
 def test_the_command_writes_once_and_refuses_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "data"
     assert data.main(["--out", str(out)]) == 0
