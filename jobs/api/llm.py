@@ -44,20 +44,9 @@ class LLM:
 
     def __init__(self, model: str | Path, **settings: Unpack[Settings]) -> None:
         self.settings = dict(settings)
-        own, engine_fields, model_fields = split_settings({k: v for k, v in settings.items() if k != "method"})
-        self._fields = _with_method(settings.get("method"), own)
-        engine = EngineConfig(**engine_fields)
-        check_url_weights([str(model)], engine.url_weights)
-        args = EndpointArgs(
-            model=fetch_model(str(model), url_weights=engine.url_weights), engine=engine, **model_fields
-        ).checked()
-        folder = read_folder(Path(args.model))
-        block_size = engine.block_size or folder.config.block_size
-        defaults = decoding_defaults(folder, engine)
-        self.decoding: DecodingConfig = decoding_config(defaults, self._fields, block_size=block_size)
-        slots = max(args.engine.num_slots, self.decoding.buffer_size)
+        args, self._fields, self.decoding = read_settings(model, settings)
         self._name = args.served_name
-        session = Session(replace(args, engine=replace(args.engine, buffer_size=slots)))
+        session = Session(args)
         self._session = session
         self._end = weakref.finalize(self, session.close)
         try:
@@ -265,6 +254,28 @@ class LLM:
             decode=partial(decode_text, loaded.tokenizer, special=True),
         )
         return replace(answer, trace=trace)
+
+
+def read_settings(
+    model: str | Path, settings: Mapping[str, Any]
+) -> tuple[EndpointArgs, dict[str, Any], DecodingConfig]:
+    """The arguments of the engine of `LLM(model, **settings)`, the decoding fields that it was given, and its default
+    decoding. No weights are read.
+
+    Raises `ValueError`, as `LLM` does, for a model or a setting that is not possible.
+    """
+    own, engine_fields, model_fields = split_settings({k: v for k, v in settings.items() if k != "method"})
+    given = _with_method(settings.get("method"), own)
+    engine = EngineConfig(**engine_fields)
+    check_url_weights([str(model)], engine.url_weights)
+    args = EndpointArgs(
+        model=fetch_model(str(model), url_weights=engine.url_weights), engine=engine, **model_fields
+    ).checked()
+    folder = read_folder(Path(args.model))
+    block_size = engine.block_size or folder.config.block_size
+    decoding = decoding_config(decoding_defaults(folder, engine), given, block_size=block_size)
+    slots = max(args.engine.num_slots, decoding.buffer_size)
+    return replace(args, engine=replace(args.engine, buffer_size=slots)), given, decoding
 
 
 def _with_method(method: str | None, fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,11 +10,13 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -26,10 +28,11 @@ from mbd_core.engine.config import Dtype
 from mbd_core.fields import DATA, DECODING, ENGINE, MODEL, OUTPUT, Flag, Ge, load
 from mbd_core.files import check_target_folder, folder_beside, write_text
 from research.real.arms import ARMS, BASE, LLAMA_CPP, Answered, Arm
-from research.real.data import EXTRACT, PackageFields, Row, streams
+from research.real.data import EXTRACT, NO_ROWS, PackageFields, Row, streams
 from research.real.grading import GRADERS, has_schema
 from research.real.others import ArmReply, by_llama_cpp, by_transformers, llama_cpp_file
 from research.real.report import report
+from research.tables import rows_of
 
 if TYPE_CHECKING:
     from mbd_core import LLM
@@ -37,6 +40,21 @@ if TYPE_CHECKING:
 KIND, ROWS = "comparison of a real model with its base", "rows.jsonl"
 MAX_TOKENS = 128
 WITH_SCHEMA = "package-fields"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskedArm:
+    """An arm as it is asked. `tau` is its threshold `tau_m2t`, `None` its own or none; `settings` are the keywords of
+    its `LLM`."""
+
+    name: str
+    arm: Arm
+    tau: float | None
+    settings: Mapping[str, Any]
+
+    @property
+    def label(self) -> str:
+        return self.name if self.tau is None else f"{self.name}, tau_m2t {self.tau:g}"
 
 
 def run(
@@ -83,7 +101,8 @@ def run(
     ] = None,
     likelihood: Annotated[bool, Flag("Measure how likely the answers are to the base, too.", MODEL)] = False,
     out: Annotated[
-        Path | None, Flag("Folder that keeps the rows; DIR-partial, if an arm fails.", OUTPUT, metavar="DIR")
+        Path | None,
+        Flag("Folder that keeps the rows; DIR-partial, DIR-partial-2, ..., if an arm fails.", OUTPUT, metavar="DIR"),
     ] = None,
     overwrite: Annotated[bool, Flag("Replace a folder that this command wrote before.", OUTPUT)] = False,
     report_only: Annotated[
@@ -124,9 +143,20 @@ def run(
         refuse_given(run, "with --at-once 1, which times all questions", timed=timed)
     if only and not arms:
         raise ValueError("--only needs --arms; leave it out or name some")
-    chosen = {**({} if only else ARMS), **{name: load(Arm, values) for name, values in (arms or {}).items()}}
+    if tasks and "gsm8k" not in tasks:
+        refuse_given(run, f"with --tasks {','.join(tasks)}", gsm8k_folder=gsm8k_folder)
+    chosen = {**({} if only else ARMS), **_given_arms(arms or {})}
     if out is not None:
         check_target_folder(out, KIND, overwrite=overwrite)
+        check_target_folder(_free_beside(out), KIND)
+    questions = drawn_questions(limit, gsm8k_folder, split, tasks)
+    if any(arm.schema for arm in chosen.values()) and not any(task == WITH_SCHEMA for task, _ in questions):
+        raise ValueError(f"an arm's schema is that of {WITH_SCHEMA}, of which there is no question; leave it out")
+    asked_arms = [asked for name, arm in chosen.items() for asked in _asked_arms(name, arm, tau_m2t, dtype)]
+    for asked in asked_arms:
+        check_arm(asked)
+    if transformers or likelihood:
+        check_arm(AskedArm(name="the base", arm=ARMS[BASE], tau=None, settings={}))
     gguf, without = None, ""
     try:
         gguf = None if only and llama_cpp is None else llama_cpp_file(llama_cpp, ARMS[BASE].model)
@@ -134,38 +164,23 @@ def run(
         if llama_cpp is not None:
             raise
         without = str(error)
-    questions = drawn_questions(limit, gsm8k_folder, split, tasks)
-    if any(arm.schema for arm in chosen.values()) and not any(task == WITH_SCHEMA for task, _ in questions):
-        raise ValueError(f"an arm's schema is that of {WITH_SCHEMA}, of which there is no question; leave it out")
     num_alone = len(questions) if at_once == 1 else timed
-    rows: list[Answered] = []
-    try:
-        for name, arm in chosen.items():
-            for tau, decoding in _decodings(arm, tau_m2t):
-                label = name if tau is None else f"{name}, tau_m2t {tau:g}"
-                opened = partial(LLM, arm.model, dtype=arm.dtype or dtype, **decoding)
-                own = _engines_answers(label, opened, arm, questions, at_once=at_once, num_alone=num_alone)
-                rows += [replace(row, arm=name, tau=tau) for row in own]
+    with _keeping(out, overwrite=overwrite) as rows:
+        for asked in asked_arms:
+            opened = partial(LLM, asked.arm.model, **asked.settings)
+            own = _engines_answers(asked.label, opened, asked.arm, questions, at_once=at_once, num_alone=num_alone)
+            rows += [replace(row, arm=asked.name, tau=asked.tau) for row in own]
         if transformers:
-            asked = by_transformers(ARMS[BASE].model, dtype, max_tokens=MAX_TOKENS)
-            rows += list(answers_of("base, transformers' generate", asked, questions, num_timed=num_alone))
+            ask = by_transformers(ARMS[BASE].model, dtype, max_tokens=MAX_TOKENS)
+            rows += list(answers_of("base, transformers' generate", ask, questions, num_timed=num_alone))
         if gguf is not None:
             try:
-                with by_llama_cpp(gguf, max_tokens=MAX_TOKENS) as asked:
-                    rows += list(answers_of(LLAMA_CPP, asked, questions, num_timed=num_alone))
+                with by_llama_cpp(gguf, max_tokens=MAX_TOKENS) as ask:
+                    rows += list(answers_of(LLAMA_CPP, ask, questions, num_timed=num_alone))
             except RuntimeError as error:
                 without = str(error)
         if likelihood:
-            rows = read_by_base(rows)
-    except BaseException:
-        if out is not None and rows:
-            partial_out = out.with_name(f"{out.name}-partial")
-            _keep(rows, partial_out, overwrite=True)
-            print(f"the answers of the arms before it are kept in {partial_out}", file=sys.stderr)
-        raise
-    if out is not None:
-        _keep(rows, out, overwrite=overwrite)
-    print("\n".join(report(rows)))
+            rows[:] = read_by_base(rows)
     if without and llama_cpp is not None:
         raise RuntimeError(without)
     if without:
@@ -193,13 +208,74 @@ def _engines_answers(
         yield from (answered(label, task, row, replies[row["question"]], seconds=0.0) for task, row in beside)
 
 
-def _decodings(arm: Arm, thresholds: Sequence[float]) -> Iterator[tuple[float | None, dict[str, Any]]]:
-    """The arm's decoding with each threshold; its own, and `None`, if it has no threshold or none are named."""
-    own = {**arm.decoding, **({} if arm.draft_model is None else {"draft_model": arm.draft_model})}
+def _given_arms(arms: Mapping[str, Any]) -> dict[str, Arm]:
+    return {name: load(Arm, values, noun="field", path=f"{name}.") for name, values in arms.items()}
+
+
+def _asked_arms(name: str, arm: Arm, thresholds: Sequence[float], dtype: Dtype) -> Iterator[AskedArm]:
+    """The arm with each threshold; with its own decoding, if it has no threshold or none are named."""
+    own = {**arm.decoding, "dtype": arm.dtype or dtype}
+    own |= {} if arm.draft_model is None else {"draft_model": arm.draft_model}
     if not thresholds or not arm.decoding or "causal" in arm.decoding or arm.draft_model is not None:
-        yield None, own
+        yield AskedArm(name=name, arm=arm, tau=None, settings=own)
     else:
-        yield from ((tau, {**own, "tau_m2t": tau}) for tau in thresholds)
+        yield from (AskedArm(name=name, arm=arm, tau=tau, settings={**own, "tau_m2t": tau}) for tau in thresholds)
+
+
+def check_arm(asked: AskedArm) -> None:
+    """Raises `ValueError` that names the arm, if its model's folder or its decoding will be refused by the engine.
+
+    No weights are read; a shipped model's folder is made at its first use.
+    """
+    from jobs.api.call_options import unknown
+    from jobs.api.keywords import DECODING as FIELDS
+    from jobs.api.llm import read_settings
+
+    known = {*FIELDS, "method"}
+    try:
+        for name in sorted(asked.arm.decoding.keys() - known):
+            raise unknown("decoding field", name, known)
+        read_settings(asked.arm.model, asked.settings)
+    except ValueError as error:
+        raise ValueError(f"{asked.label}: {error}") from None
+
+
+@contextmanager
+def _keeping(out: Path | None, *, overwrite: bool) -> Iterator[list[Answered]]:
+    """Rows, to which the block adds. At its end their table is printed, and they are kept in `out`.
+
+    If the block or the keeping fails, the rows that there are lie in a new folder beside `out`.
+    """
+    rows: list[Answered] = []
+    try:
+        try:
+            yield rows
+        finally:
+            if rows:
+                print("\n".join(report(rows)))
+        if out is not None:
+            _keep(rows, out, overwrite=overwrite)
+    except BaseException:
+        if out is not None and rows:
+            _keep_beside(rows, out)
+        raise
+
+
+def _keep_beside(rows: Sequence[Answered], out: Path) -> None:
+    place = _free_beside(out)
+    try:
+        _keep(rows, place, overwrite=False)
+    except (OSError, ValueError) as error:  # what failed before it is the command's error
+        print(f"the finished answers cannot be kept in {place}: {error}", file=sys.stderr)
+    else:
+        print(f"the finished answers are kept in {place}", file=sys.stderr)
+
+
+def _free_beside(out: Path) -> Path:
+    """The first of DIR-partial, DIR-partial-2, ... that is not there yet: rows of an earlier failure stay."""
+    numbers = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
+    places = (out.with_name(f"{out.name}-partial{number}") for number in numbers)
+    return next(place for place in places if not os.path.lexists(place))
 
 
 def _keep(rows: Sequence[Answered], out: Path, *, overwrite: bool) -> None:
@@ -208,25 +284,35 @@ def _keep(rows: Sequence[Answered], out: Path, *, overwrite: bool) -> None:
 
 
 def kept_rows(folder: Path) -> list[Answered]:
-    """The rows that a comparison kept. Raises `ValueError` if the folder has none."""
+    """The rows that a comparison kept. Raises `ValueError` if the folder has none, and for a bad row."""
     if not (folder / ROWS).is_file():
         raise ValueError(f"{folder} holds no {ROWS}; name the --out of an earlier comparison")
-    return [load(Answered, json.loads(line)) for line in (folder / ROWS).read_text(encoding="utf-8").splitlines()]
+    return rows_of(folder / ROWS, Answered)
 
 
 def drawn_questions(
     limit: int, gsm8k_folder: Path | None, split: Literal["valid", "test"], tasks: Sequence[str] = ()
 ) -> list[tuple[str, Row]]:
-    """Questions of the tasks in turn; of all tasks, if none are named. A machine without Debian's package lists has no
-    questions of `package-fields`. Raises `ValueError` for a task without questions."""
-    found: dict[str, Iterator[Row]] = {name: stream(split) for name, stream in streams(gsm8k_folder).items()}
+    """Questions of the tasks in turn; of all tasks, if none are named.
+
+    Raises `ValueError` for a named task of which this machine has no questions; an unnamed one is left out, and stderr
+    says so. A machine without Debian's package lists has no questions of `package-fields`.
+    """
+    possible = streams(gsm8k_folder)
     if shutil.which("apt-cache") is None:
-        del found["package-fields"]
-    if not set(tasks) <= set(found):
-        raise ValueError(f"--tasks {','.join(tasks)}: this machine has questions of {', '.join(found)}")
-    found = {name: rows for name, rows in found.items() if not tasks or name in tasks}
+        del possible[WITH_SCHEMA]
+    if not set(tasks) <= set(possible):
+        raise ValueError(f"--tasks {','.join(tasks)}: this machine has questions of {', '.join(possible)}")
+    found = {
+        name: [*itertools.islice(possible[name](split), limit)] for name in possible if not tasks or name in tasks
+    }
+    for task in (task for task in streams(gsm8k_folder) if not found.get(task) and (not tasks or task in tasks)):
+        if tasks:
+            raise ValueError(f"--tasks {','.join(tasks)}: this machine has no questions of {task}: {NO_ROWS[task]}")
+        print(f"no questions of {task} are asked: {NO_ROWS[task]}", file=sys.stderr)
+    found = {task: rows for task, rows in found.items() if rows}
     share = math.ceil(limit / len(found))
-    by_task = [[(task, row) for row in itertools.islice(rows, share)] for task, rows in found.items()]
+    by_task = [[(task, row) for row in rows[:share]] for task, rows in found.items()]
     in_turn = [pair for group in itertools.zip_longest(*by_task) for pair in group if pair is not None]
     return in_turn[:limit]
 

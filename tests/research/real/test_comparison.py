@@ -1,5 +1,6 @@
 """The comparison of a real model with its base: its graders, its questions, its sentences."""
 
+import errno
 import itertools
 import json
 import os
@@ -15,7 +16,7 @@ from base_folders import base_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mbd_core
-from research.real import comparison, others
+from research.real import comparison, data, others
 from research.real.arms import (
     ARMS,
     BASE,
@@ -29,7 +30,7 @@ from research.real.arms import (
     Answered,
     Arm,
 )
-from research.real.comparison import main
+from research.real.comparison import AskedArm, main
 from research.real.data import EXTRACT, FIELDS
 from research.real.grading import GRADERS, has_schema
 from research.real.others import ArmReply
@@ -57,6 +58,20 @@ class Llama:
         }
 """
 """The package llama_cpp: it answers with the question and its file's text."""
+
+CHECK_ARM = comparison.check_arm
+
+
+@pytest.fixture(autouse=True)
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Package lists, also on a machine without Debian's; arms may name models that are not there."""
+    packages = [
+        {"package": f"tool-{number}", "description": "a tool of many uses", **dict.fromkeys(FIELDS[1:])}
+        for number in range(200)
+    ]
+    monkeypatch.setattr(data, "_packages", lambda: packages)
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(comparison, "check_arm", lambda _: None)
 
 
 @pytest.fixture(autouse=True)
@@ -213,6 +228,7 @@ def test_a_task_without_questions_is_named(
 ) -> None:
     monkeypatch.setattr(shutil, "which", lambda _: None)
     assert {task for task, _ in comparison.drawn_questions(3, None, "test", ["third-person"])} == {"third-person"}
+    assert capsys.readouterr().err == ""
     assert main(["--tasks", "third-person,package-fields"]) == 2
     assert "this machine has questions of gsm-mini, third-person" in capsys.readouterr().err
     held = '{"held": {"model": "a", "decoding": {}, "schema": true}}'
@@ -240,6 +256,162 @@ def test_a_late_arm_that_fails_loses_no_answers(
         assert comparison.kept_rows(tmp_path / "out-partial") == [row]
         assert f"kept in {tmp_path / 'out-partial'}" in capsys.readouterr().err
     assert comparison.kept_rows(tmp_path / "out") == [row], "the whole run before it stays"
+
+
+@pytest.mark.parametrize("has_lists", [True, False])
+def test_a_task_that_is_left_out_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], has_lists: bool
+) -> None:
+    if has_lists:
+        monkeypatch.setattr(data, "_packages", list)  # lists that were never fetched
+    else:
+        monkeypatch.setattr(shutil, "which", lambda _: None)
+    questions = comparison.drawn_questions(4, None, "test")
+    assert [task for task, _ in questions] == ["gsm-mini", "third-person"] * 2
+    assert "no questions of package-fields are asked: " in capsys.readouterr().err
+    assert main(["--tasks", "package-fields"]) == 2
+    said = capsys.readouterr().err
+    assert "--tasks package-fields: this machine has " in said and ("apt-get update" in said) == has_lists
+
+
+def test_a_folder_of_gsm8k_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--gsm8k", str(tmp_path / "none"), "--split", "valid"]) == 2
+    assert f"--gsm8k {tmp_path / 'none'} holds no train.jsonl" in capsys.readouterr().err
+    assert main(["--gsm8k", str(tmp_path), "--tasks", "gsm-mini"]) == 2
+    assert "--gsm8k has no meaning with --tasks gsm-mini" in capsys.readouterr().err
+    (tmp_path / "test.jsonl").write_text("")
+    assert main(["--gsm8k", str(tmp_path), "--tasks", "gsm8k"]) == 2
+    assert "has no questions of gsm8k: the file of --gsm8k has no problem" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arm", "options", "remedy"),
+    [
+        ('{"model": "typo", "decoding": {}}', [], "x: unknown model 'typo'"),
+        ('{"model": "tiny-mbd", "decoding": {"buffer_szie": 4}}', [], "x: unknown decoding field 'buffer_szie'; is "),
+        ('{"model": "tiny-mbd", "decoding": {"max_rows": 4}}', [], "x: unknown decoding field 'max_rows'"),
+        ('{"model": "tiny-mbd", "decoding": {"buffer_size": 0}}', [], "x: buffer_size=0 must be "),
+        ('{"model": "tiny-mbd", "decoding": {}, "draft_model": "typo"}', [], "x: unknown model 'typo'"),
+        ('{"model": "tiny-mbd", "decodng": {}}', [], "unknown field 'x.decodng'"),
+        (
+            '{"model": "tiny-mbd", "decoding": {"buffer_size": 4}}',
+            ["--tau-m2t", "0.9,1.5"],
+            "tau_m2t 1.5: tau_m2t=1.5 must be ",
+        ),
+    ],
+)
+def test_an_arm_that_no_engine_takes_is_refused_before_any_work(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arm: str,
+    options: list[str],
+    remedy: str,
+) -> None:
+    monkeypatch.setattr(comparison, "check_arm", CHECK_ARM)
+    monkeypatch.setattr(mbd_core, "LLM", lambda *_, **__: pytest.fail("an engine was started"))
+    good = '"good": {"model": "tiny-mbd", "decoding": {"buffer_size": 4}}'
+    assert main(["--limit", "2", "--only", "--arms", f'{{{good}, "x": {arm}}}', *options]) == 2
+    assert remedy in capsys.readouterr().err
+
+
+def test_an_arm_that_an_engine_takes_passes() -> None:
+    arm = Arm(model="tiny-mbd", decoding={"method": "single", "tau_add": 0.5})
+    CHECK_ARM(AskedArm(name="x", arm=arm, tau=0.8, settings={**arm.decoding, "dtype": "float32", "tau_m2t": 0.8}))
+
+
+FIRST = Answered(arm="a", task="gsm-mini", is_right=True, tokens=6, forwards=2, seconds=1.0, text="#### 5")
+
+
+@pytest.fixture
+def asked_two_arms(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """A comparison in `tmp_path` of the arm a, which answers, and the arm b, which fails."""
+
+    def engine(model: str, **_: object) -> nullcontext[None]:
+        if model == "b":
+            raise ValueError("b is no model")
+        return nullcontext()
+
+    monkeypatch.setattr(mbd_core, "LLM", engine)
+    monkeypatch.setattr(comparison, "answers_of", lambda *_: [FIRST])
+    arms = '{"a": {"model": "a", "decoding": {}}, "b": {"model": "b", "decoding": {}}}'
+    return ["--limit", "1", "--only", "--arms", arms, "--out", str(tmp_path / "out")]
+
+
+def test_an_earlier_failure_s_rows_stay(
+    asked_two_arms: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(asked_two_arms) == 2
+    assert "| a | 100 | " in capsys.readouterr().out, "the table of the arm that is done"
+    other = replace(FIRST, text="#### 6")
+    monkeypatch.setattr(comparison, "answers_of", lambda *_: [other])
+    (tmp_path / "out-partial-2").write_text("a file of the user's")
+    assert main(asked_two_arms) == 2
+    said = capsys.readouterr().err
+    assert "b is no model" in said and f"kept in {tmp_path / 'out-partial-3'}" in said
+    assert comparison.kept_rows(tmp_path / "out-partial") == [FIRST]
+    assert comparison.kept_rows(tmp_path / "out-partial-3") == [other]
+
+
+def test_a_failure_to_keep_rows_hides_no_other(
+    asked_two_arms: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(comparison, "_keep", full)
+    assert main(asked_two_arms) == 2
+    said = capsys.readouterr()
+    assert "| a | 100 | " in said.out and said.err.count("No space left on device") == 1
+    assert said.err.splitlines()[-1].endswith("b is no model")
+
+
+def test_rows_that_their_folder_cannot_keep_are_printed_and_kept_beside(
+    asked_two_arms: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arms = ["--arms", '{"a": {"model": "a", "decoding": {}}}']
+    keep = comparison._keep
+
+    def filled_meanwhile(*_: object) -> list[Answered]:
+        keep([replace(FIRST, arm="of another run")], tmp_path / "out", overwrite=True)
+        return [FIRST]
+
+    def keep_beside(rows: list[Answered], out: Path, *, overwrite: bool) -> None:
+        if out.name == "full":
+            raise OSError(errno.ENOSPC, "No space left on device", str(out))
+        keep(rows, out, overwrite=overwrite)
+
+    monkeypatch.setattr(comparison, "answers_of", filled_meanwhile)
+    assert main([*asked_two_arms, *arms]) == 2
+    said = capsys.readouterr()
+    assert "| a | 100 | " in said.out and f"{tmp_path / 'out'} exists already" in said.err
+    assert comparison.kept_rows(tmp_path / "out-partial") == [FIRST]
+    assert [row.arm for row in comparison.kept_rows(tmp_path / "out")] == ["of another run"]
+    monkeypatch.setattr(comparison, "_keep", keep_beside)
+    assert main([*asked_two_arms, *arms, "--out", str(tmp_path / "full")]) == 1
+    said = capsys.readouterr()
+    assert "| a | 100 | " in said.out and "No space left on device" in said.err
+    assert comparison.kept_rows(tmp_path / "full-partial") == [FIRST]
+
+
+def test_a_folder_whose_partial_cannot_be_written_is_refused_before_any_work(
+    asked_two_arms: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(mbd_core, "LLM", lambda *_, **__: pytest.fail("an engine was started"))
+    assert main([*asked_two_arms, "--out", str(tmp_path / ("x" * 195))]) == 2
+    assert "its name is longer than 200 bytes" in capsys.readouterr().err
+
+
+def test_kept_rows_are_read_back_with_every_end_of_a_line(
+    asked_two_arms: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = replace(FIRST, text="one\u2028two\u2029three\u0085four\x0b\x0c\x1c\r\nfive", question="q")
+    monkeypatch.setattr(comparison, "answers_of", lambda *_: [row, FIRST])
+    assert main([*asked_two_arms, "--arms", '{"a": {"model": "a", "decoding": {}}}']) == 0
+    assert comparison.kept_rows(tmp_path / "out") == [row, FIRST]
+    with (tmp_path / "out" / comparison.ROWS).open("a", encoding="utf-8") as file:
+        file.write('{"arm": "a"}\n')
+    assert main(["--report-only", str(tmp_path / "out")]) == 2
+    assert "rows.jsonl, line 3: field 'task' is missing" in capsys.readouterr().err
 
 
 def test_the_sentences_say_what_the_rows_say() -> None:
@@ -360,14 +532,14 @@ def test_likelihoods_under_the_base_are_those_of_transformers(
     ],
 )
 def test_the_published_table_is_that_of_the_published_rows(capsys: pytest.CaptureFixture[str], folder: str) -> None:
-    comparison.main(["--report-only", str(ROOT / "research" / "published" / folder)])
-    said = capsys.readouterr().out
+    assert main(["--report-only", str(ROOT / "research" / "published" / folder)]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     page = (ROOT / "research" / "real" / "README.md").read_text()
-    assert all(line in page for line in said.splitlines() if line.startswith("|"))
+    assert len(rows) > 2 and all(row in page for row in rows)
 
 
 def test_the_published_answers_of_the_drafted_mode_are_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    comparison.main(["--report-only", str(ROOT / "research" / "published" / "real-lossless")])
+    assert main(["--report-only", str(ROOT / "research" / "published" / "real-lossless")]) == 0
     assert capsys.readouterr().out.rstrip().endswith(" 1065 of 1065 answers are the same.")
     assert "1,065 of 1,065" in (ROOT / "research" / "real" / "README.md").read_text()
 
