@@ -58,7 +58,7 @@ def read_adapter(folder: Path, config: ModelConfig, *, shard: Shard | None = Non
     With a `shard`, `config` has one tensor-parallel rank's sizes, but the adapter has the whole model's. Raises
     `ValueError` naming the file, and the setting or tensor that does not fit.
     """
-    rank, scale = _settings(folder)
+    rank, scale = rank_and_scale(folder)
     factors = _read_factors(folder, config, _whole_shapes(config, shard or Shard()), rank)
     products: dict[str, tuple[Tensor, Tensor]] = {}
     for stored, a, b in factors.values():
@@ -74,7 +74,7 @@ def read_changes(folder: Path, config: ModelConfig) -> dict[str, Callable[[], Te
     """The changes that the adapter in `folder` adds to weights, by the weight's name in the checkpoint. Each function
     computes its change when it is called, in float32. Raises `ValueError` as `read_adapter` does.
     """
-    rank, scale = _settings(folder)
+    rank, scale = rank_and_scale(folder)
     factors = _read_factors(folder, config, _whole_shapes(config, Shard()), rank)
     return {f"{module}.weight": partial(_change, a, b, scale) for module, (_, a, b) in factors.items()}
 
@@ -83,8 +83,9 @@ def _change(a: Tensor, b: Tensor, scale: float) -> Tensor:
     return b @ a * scale
 
 
-def _settings(folder: Path) -> tuple[int, float]:
-    """The rank and the scale of the adapter in `folder`."""
+def rank_and_scale(folder: Path) -> tuple[int, float]:
+    """The rank and the scale of the adapter in `folder`. Raises `ValueError` naming a setting that is not
+    supported."""
     path = folder / CONFIG
     if not path.exists():
         raise ValueError(f"{folder} is not an adapter folder: it has no {CONFIG}")

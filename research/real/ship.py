@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-from mbd_core.checkpoint.shipped.adapted import PARTS, SHIPPED, wheel_of
+from mbd_core.checkpoint.adaptation.fetching import WHEELS
+from mbd_core.checkpoint.shipped.adapted import PARTS, SHIPPED, adapter_names, base_of, wheel_of
 from mbd_core.command_line import command
 from mbd_core.fields import MODEL, OUTPUT, Flag, Ge
 from mbd_core.files import check_target_folder, folder_beside, write_json
@@ -15,7 +15,7 @@ from mbd_core.files import check_target_folder, folder_beside, write_json
 if TYPE_CHECKING:
     from torch import Tensor
 
-KIND = "shipped adapter"
+KIND, RECIPE = "shipped adapter", "recipe.json"
 
 
 def run(
@@ -32,35 +32,62 @@ def run(
 ) -> None:
     """Writes a trained adapter as a shipped one."""
     import torch
-    from safetensors.torch import load_file
 
-    from mbd_core.checkpoint.adapter import CONFIG, WEIGHTS
-    from mbd_core.checkpoint.safetensor_files import open_file, write_safetensors
+    from mbd_core.checkpoint.adapter import CONFIG, WEIGHTS, rank_and_scale
+    from mbd_core.checkpoint.safetensor_files import open_file, read_json, write_safetensors
 
-    licence = wheel_of(base).licence
-    settings = json.loads((adapter / CONFIG).read_text())
-    if rank is not None and rank >= settings["r"]:
-        raise ValueError(f"--rank {rank} must be below the adapter's own, {settings['r']}")
+    _check_names(name, base)
+    trained_rank, _ = rank_and_scale(adapter)
+    if rank is not None and rank >= trained_rank:
+        raise ValueError(f"--rank {rank} must be below the adapter's own, {trained_rank}")
     check_target_folder(out / name, KIND, overwrite=overwrite)
-    recipe = json.loads((adapter / "recipe.json").read_text())
+    settings, recipe = read_json(adapter / CONFIG), _recipe_of(adapter / RECIPE)
     recipe |= {"base": base, "data": {**recipe["data"], "path": "research/real"}}
     if start := recipe["train"]["lora"].get("start"):
         recipe["train"]["lora"]["start"] = Path(start).name
+    licence = wheel_of(base).licence
     card = f"---\nlicense: {licence.lower()}\nbase_model: {base}\n---\n{name}: {base}, adapted. {about}\n"
+    with open_file(adapter / WEIGHTS) as file:
+        metadata, tensors = file.metadata(), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     with folder_beside(out / name, KIND, overwrite=overwrite) as folder:
-        tensors = load_file(adapter / WEIGHTS)
         if rank is not None:
             tensors = at_rank(tensors, rank)
-            settings |= {"r": rank, "lora_alpha": settings["lora_alpha"] * rank / settings["r"]}
-        with open_file(adapter / WEIGHTS) as file:
-            metadata = file.metadata()
-        small = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
+            settings |= {"r": rank, "lora_alpha": settings["lora_alpha"] * rank / trained_rank}
+        small = {key: tensor.to(torch.bfloat16) for key, tensor in tensors.items()}
         write_safetensors(folder / WEIGHTS, small, metadata=metadata)
         write_json(folder / CONFIG, {**settings, "base_model_name_or_path": base})
-        write_json(folder / "recipe.json", recipe)
+        write_json(folder / RECIPE, recipe)
         (folder / "README.md").write_text(card)
     assert {path.name for path in (out / name).iterdir()} >= set(PARTS)
     print(f"wrote {out / name}")
+
+
+def _check_names(name: str, base: str) -> None:
+    """Raises `ValueError` for a base that is not known, and for a name that no adapter of this base can have."""
+    if base not in (known := [*WHEELS, *adapter_names()]):
+        raise ValueError(f"unknown --base {base}; known: {', '.join(known)}")
+    if name in ("", "..") or Path(name).name != name:
+        raise ValueError(f"--name {name} must be a name alone; --out says the folder in which it is put")
+    while base not in WHEELS and base != name:
+        base = base_of(base)
+    if base == name:
+        raise ValueError(f"--name {name} is the base itself, or below it; give another name")
+
+
+def _recipe_of(file: Path) -> dict[str, Any]:
+    """The recipe of an adapter's training. Raises `ValueError` for a recipe that lacks what is shipped with it."""
+    from mbd_core.checkpoint.adaptation.trained_config import whole_recipe
+    from mbd_core.checkpoint.safetensor_files import read_json
+
+    if not file.is_file():
+        raise ValueError(f"{file.parent} holds no {file.name}; name the folder that a training wrote")
+    recipe = whole_recipe(file, read_json(file))
+    train = recipe.get("train")
+    lora = train.get("lora") if isinstance(train, dict) else None
+    for part, value in (("data", recipe.get("data")), ("train.lora", lora)):
+        if not isinstance(value, dict):
+            raise ValueError(f"{file} says no {part}; name the folder of an adapter that was trained on data")
+    return recipe
 
 
 def at_rank(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
