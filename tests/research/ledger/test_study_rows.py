@@ -34,22 +34,22 @@ def test_the_rows_of_each_cell_come_back_in_one_order(tmp_path: Path) -> None:
 
 def test_rows_of_an_unfinished_study_are_refused(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.parquet", [table(problems=7).slice(0, 41)])
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="the study is not finished"):
         read_rows([tmp_path / "rows.parquet"])
 
 
 def test_rows_of_two_studies_are_refused(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.parquet", [table(problems=7), table(problems=7)])
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="has a problem twice: the files are of several studies"):
         read_rows([tmp_path / "rows.parquet"])
 
 
 def test_another_file_is_refused_in_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "rows.parquet").write_text("no table")
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="cannot be read as rows of a study"):
         read_rows([tmp_path / "rows.parquet"])
     pq.write_table(pa.table({"x": [1]}), tmp_path / "other.parquet")
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="holds no rows of a study: its columns are x"):
         read_rows([tmp_path / "other.parquet"])
 
 
