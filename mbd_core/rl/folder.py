@@ -50,6 +50,7 @@ PartTable = Literal["part", "scores"]
 def check_run(folder: Folder, recipe: RLRecipe, *, resume: bool) -> None:
     """Raises `ValueError` unless the folder can be written and holds a run (with `resume`) or nothing (without).
 
+    A run that was killed before its record was written has decided nothing, and begins anew.
     A run to be resumed must have the settings of `recipe`, no more iterations than `recipe` asks for, and, if it has
     lines of iterations, its learner's state.
     """
@@ -60,7 +61,12 @@ def check_run(folder: Folder, recipe: RLRecipe, *, resume: bool) -> None:
     if recorded is None:
         if resume:
             raise ValueError(f"--resume: there is no run in {folder}")
-        folder.check_target(KIND, in_place=True)
+        if folder.kind() != KIND:
+            folder.check_target(KIND, in_place=True)
+        elif folder.files(STATES) or folder.files(PARTS):
+            raise ValueError(
+                f"{folder} holds the rollouts or the learner of a run without its {RECORD}; choose another --run-name"
+            )
         return
     if different := other_settings(json.loads(recorded), recipe):
         raise ValueError(

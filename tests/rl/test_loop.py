@@ -20,7 +20,7 @@ from mbd_core.models.shapes import SHAPES
 from mbd_core.multitf.config import LoraSettings
 from mbd_core.multitf.step.objective import PolicyObjective
 from mbd_core.rl.config import HeldOutConfig, RLRecipe, RolloutConfig
-from mbd_core.rl.folder import HELD_OUT
+from mbd_core.rl.folder import FILES, HELD_OUT, KIND, LOCK, RECORD, RunFolder
 from mbd_core.rl.groups import GroupConfig
 from mbd_core.rl.parts import RewardFailed
 from mbd_core.rl.recipes import RL_RECIPES, rl_recipe_named
@@ -269,7 +269,7 @@ def test_groups_without_an_answer_are_counted_and_a_run_without_any_ends(
 
 def test_a_folder_holds_one_run(tiny_model_dir: Path, tmp_path: Path) -> None:
     recipe = tiny_run(tiny_model_dir, iterations=1)
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="--resume: there is no run in"):
         finish(recipe, tmp_path / "run", resume=True)
     finish(recipe, tmp_path / "run")
     with pytest.raises(ValueError, match="--resume"):
@@ -279,13 +279,27 @@ def test_a_folder_holds_one_run(tiny_model_dir: Path, tmp_path: Path) -> None:
         finish(other, tmp_path / "run", resume=True)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="was not written by this project"):
         finish(recipe, tmp_path / "other")
+    assert (tmp_path / "other" / "notes.txt").read_text() == "mine"
     longer = replace(recipe, iterations=2)  # goes on where it ended
     executor, _ = finish(longer, tmp_path / "run", resume=True)
     assert len(executor.taught) == 1 and len(lines(tmp_path / "run")) == 2
     with pytest.raises(ValueError, match="give at least 2"):
         finish(recipe, tmp_path / "run", resume=True)
+
+
+def test_a_run_that_was_killed_before_its_record_begins_anew(tiny_model_dir: Path, tmp_path: Path) -> None:
+    recipe, place = tiny_run(tiny_model_dir, iterations=1), tmp_path / "run"
+    Folder.at(place).claim(KIND, FILES, lock=LOCK).close()
+    with pytest.raises(ValueError, match="--resume: there is no run in"):
+        RunFolder(Folder.at(place), recipe, resume=True)
+    RunFolder(Folder.at(place), recipe, resume=False).close()
+    (place / RECORD).unlink()
+    (place / "learner").mkdir()
+    (place / "learner" / "00001.pt").touch()
+    with pytest.raises(ValueError, match=r"the learner of a run without its run\.json; choose another --run-name"):
+        RunFolder(Folder.at(place), recipe, resume=False)
 
 
 def test_bad_input_is_one_sentence(tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
