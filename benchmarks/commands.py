@@ -55,7 +55,8 @@ class BenchmarkOptions:
             torch.set_num_threads(self.threads)
 
     def write(self, command_line: CommandText, settings: Mapping[str, Any], **parts: Any) -> None:
-        """Write the results, with the command that gave them, if a file is named."""
+        """Write the results, with the command that gave them, if a file is named. A command prints them first, so that
+        a file that cannot be written costs nothing."""
         if self.json is not None:
             write_json(self.json, {"settings": {"command": command_line, **settings}, **parts})
 
@@ -122,9 +123,10 @@ def run_decoders(
         "torch": torch.__version__,
         "machine": platform.machine(),
     }
-    measuring.write(command_line, settings, rows=rows, batches=batches)
     print(f"N = {requests} requests at once; medians of {repeats}\n")
-    return print_rows(rows, batches)
+    code = print_rows(rows, batches)
+    measuring.write(command_line, settings, rows=rows, batches=batches)
+    return code
 
 
 def run_engine(
@@ -187,8 +189,8 @@ def run_engine(
     benchmark.check()
     with tqdm(total=len(benchmark.cases) * (steps + WARM_UP), unit="step", desc=model, mininterval=1.0) as bar:
         report = benchmark.run(tick=partial(bar.update, 1))
-    measuring.write(command_line, **report)
     print_report(report, trace=trace)
+    measuring.write(command_line, **report)
 
 
 def run_forward(
@@ -480,10 +482,10 @@ def run_rounding(
 
     measuring.begin()
     rows = rounding_rows(model_folder(model), parts=parts, num_sequences=limit, seed=seed, device=usable_device(None))
-    measuring.write(command_line, {"torch": torch.__version__}, rows=rows)
     print(markdown(rows, COLUMNS))
     bytes_after, bytes_before, dtype = rows[0]["bytes_after"], rows[0]["bytes_before"], rows[0]["dtype"]
     print(f"\nweights: {bytes_after:,} bytes, {bytes_before:,} before ({bytes_after / bytes_before:.2f} of {dtype})")
+    measuring.write(command_line, {"torch": torch.__version__}, rows=rows)
 
 
 decoders = command(run_decoders, "python -m benchmarks decoders")

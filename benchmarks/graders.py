@@ -179,9 +179,9 @@ def run_graders(
             tqdm.write(f"{kind.task}, {kind.name}, {'right' if kind.is_right else 'wrong'}: {gold!r} and {text!r}")
     judge.close()
     sums = [totals(rows, task) for task in FILES]
+    print(markdown(rows, COLUMNS), markdown(sums, TOTALS), sep="\n\n")
     if json is not None:
         write_json(json, {"settings": {"command": command_line}, "rows": rows, "totals": sums})
-    print(markdown(rows, COLUMNS), markdown(sums, TOTALS), sep="\n\n")
     return int(any(row["wrong"] for row in rows))
 
 

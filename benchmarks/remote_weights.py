@@ -118,6 +118,8 @@ def run_remote(
     json: JsonFile = None,
 ) -> None:
     """Weights at a URL in the memory of ranks: downloaded once and then loaded, or read by range."""
+    if not Folder.at(model).is_remote:
+        raise ValueError(f"--model {model} is no URL: weights that lie here are not downloaded; give one as s3://...")
     if json is not None:
         check_new_file(json)
     rows: list[dict[str, Any]] = []
@@ -125,9 +127,9 @@ def run_remote(
         for number in ranks:
             for _ in range(times):
                 rows += measure_ways(model, number, Path(place))
+    print(markdown(rows, COLUMNS))
     if json is not None:
         write_json(json, {"settings": {"command": command_line}, "rows": rows})
-    print(markdown(rows, COLUMNS))
 
 
 remote = command(run_remote, "python -m benchmarks remote")

@@ -90,8 +90,8 @@ def run_replay(
         rows += replay_rows(decoder, drawn, slots=size, shrinks=shrink, repeats=measuring.repeats)
         phases.append({"slots": size, "answers": answers, "rollouts": seconds})
         phases[-1] |= update_seconds(decoder, drawn, rollouts=seconds, repeats=measuring.repeats)
-    measuring.write(command_line, {"torch": torch.__version__}, rows=rows, phases=phases)
     print(markdown(rows, COLUMNS), markdown(phases, PHASES), sep="\n\n")
+    measuring.write(command_line, {"torch": torch.__version__}, rows=rows, phases=phases)
 
 
 def drawn_answers(

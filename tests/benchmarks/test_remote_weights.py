@@ -18,3 +18,11 @@ def test_both_ways_are_measured(
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| 2")]
     assert ["cache" in row for row in rows] == [True, False] and "stream" in rows[1]
     assert not list(tmp_path.glob("mbd-remote-*"))
+
+
+def test_a_folder_that_lies_here_is_refused_before_it_is_measured(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("benchmarks.remote_weights.measure_ways", lambda *_: pytest.fail("it was measured"))
+    assert remote(["--model", str(tiny_model_dir)]) == 2
+    assert f"--model {tiny_model_dir} is no URL" in capsys.readouterr().err
