@@ -21,7 +21,7 @@ from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sandbox.processes import Limits, describe_isolation
 from mbd_core.evaluation.sandbox.programs import Call, RunVerdict, run_calls, run_tests
 from mbd_core.evaluation.sweep.shard import SweepShard
-from mbd_core.fields import CLUSTER, DATA, DECODING, ENGINE, Flag, Ge
+from mbd_core.fields import CLUSTER, DATA, DECODING, ENGINE, Flag, Ge, Le
 from mbd_core.storage.folder import Folder
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from mbd_core.batch.rows import PlannedRow
     from mbd_core.evaluation.sweep.sweep import Sweep
 
+MOST_SECONDS = 86_400
 TRIAL = 32  # problems of a trial that estimates the seconds per problem
 MOST_RATIO = 1.10  # goal: the largest ratio on a run of 5 minutes
 LEAST_GAIN = 1.7  # goal: the speed of two engines over one, if both have cores
@@ -89,7 +90,10 @@ def run_sweep(
     tasks: Annotated[tuple[str, ...], Flag("Generated tasks.", DATA, commas=True)] = ("gsm-mini", "code-mini"),
     grid: Annotated[str, Flag("As eval_sweep's.", DECODING, metavar="FIELD=VALUE,...;...")] = "tau_m2t=0.7,0.9",
     seconds: Annotated[
-        float, Ge(1), Flag("Approximate length of the direct run; a trial finds the number of problems.", DATA)
+        float,
+        Ge(1),
+        Le(MOST_SECONDS),
+        Flag("Approximate length of the direct run; a trial finds the number of problems.", DATA),
     ] = 300.0,
     limit: Annotated[int | None, Ge(1), Flag("Problems a task.", DATA, default="by --seconds")] = None,
     engine: Annotated[EngineConfig, Fields("max_rows")],

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from jobs.command_line import OutFolder, Overwrite
 from mbd_core.checkpoint.model_family import DiffusionLayout, ExpertLayout
 from mbd_core.command_line import command
-from mbd_core.fields import MODEL, OUTPUT, Flag, Ge, Gt
+from mbd_core.fields import MODEL, MOST, OUTPUT, Flag, Ge, Gt, Le
 from mbd_core.models.shapes import SHAPES
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def run(
     experts: Annotated[
         Literal["fused", "per-expert"] | None, Flag("The experts' layout.", OUTPUT, default="the source's")
     ] = None,
-    max_shard_gb: Annotated[float, Gt(0), Flag("Largest file to write, in GB.", OUTPUT)] = 5.0,
+    max_shard_gb: Annotated[float, Gt(0), Le(MOST), Flag("Largest file to write, in GB.", OUTPUT)] = 5.0,
     overwrite: Overwrite = False,
 ) -> int:
     """Convert a checkpoint: single or stacked experts, Hugging Face folder or PyTorch distributed checkpoint (DCP),

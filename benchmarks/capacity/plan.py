@@ -12,7 +12,7 @@ from benchmarks.capacity.counted_blocks import CountedAnswer, FillRate, counted_
 from benchmarks.capacity.step_model import CHUNK, Deployment, StepModel, Work, prompt_work
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.engine.schedule.pacing import LEAST_LIMIT, QUIET_STEPS
-from mbd_core.fields import DATA, DECODING, ENGINE, LOAD, Flag, Ge, Gt, Le, configuration
+from mbd_core.fields import DATA, DECODING, ENGINE, LOAD, MOST, Flag, Ge, Gt, Le, configuration
 from mbd_core.models.model_config import ModelConfig
 
 BATCHES = (1, *range(2, 257, 2))
@@ -22,7 +22,7 @@ BATCHES = (1, *range(2, 257, 2))
 class Demand:
     """Requests a second of one kind, and each request's promised latencies."""
 
-    rate: Annotated[float, Gt(0)] = 10.0
+    rate: Annotated[float, Gt(0), Le(MOST)] = 10.0
     """Requests a second, on all replicas together."""
     context: Annotated[int, Ge(1), Flag(panel=DATA)] = 2048
     """Tokens of a prompt."""

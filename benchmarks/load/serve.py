@@ -18,7 +18,7 @@ from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.tasks.benchmarks import TASKS, find_task
 from mbd_core.evaluation.tasks.kinds.function_calls import FREE, NAME
 from mbd_core.evaluation.tasks.problems import load_problems
-from mbd_core.fields import CLUSTER, DATA, DECODING, ENGINE, LOAD, MODEL, OUTPUT, Flag, Ge, Gt, load
+from mbd_core.fields import CLUSTER, DATA, DECODING, ENGINE, LOAD, MODEL, MOST, OUTPUT, Flag, Ge, Gt, Le, load
 from mbd_core.files import check_new_file, file_beside, write_json
 from mbd_core.json_text import parse_json
 from mbd_core.models.shapes import SHAPES
@@ -55,7 +55,8 @@ def run(
         Flag("Requests open at once.", LOAD, commas=True, default="1,4,16,64; with --rate none"),
     ] = (),
     rate: Annotated[
-        tuple[Annotated[float, Gt(0)], ...], Flag("Poisson arrivals a second.", LOAD, metavar="R,...", commas=True)
+        tuple[Annotated[float, Gt(0), Le(MOST)], ...],
+        Flag("Poisson arrivals a second.", LOAD, metavar="R,...", commas=True),
     ] = (),
     requests: Annotated[
         int | None,

@@ -17,7 +17,7 @@ from jobs.api.call_options import folder_of, options_from, plain_value, unknown
 from jobs.api.model_answering import Answerer, AnswerOptions, cluster_of
 from jobs.api.rows import names_of, rows_of
 from mbd_core.checkpoint.shipped import model_folder
-from mbd_core.fields import CLUSTER, DATA, MODEL, OUTPUT, Flag, Ge, Gt, Texts, configuration
+from mbd_core.fields import CLUSTER, DATA, MODEL, MOST, OUTPUT, Flag, Ge, Gt, Le, Texts, configuration
 from mbd_core.row_files.paths import read_row_files
 from mbd_core.storage.folder import Folder
 from mbd_core.storage.models import fetch_model
@@ -59,7 +59,7 @@ class PrepareOptions:
     """Rows with more tokens, counting the EOS, are left out; the report counts them."""
     answers_trained: Annotated[Literal["every", "last"] | None, Flag(default="every; with --answers-from last")] = None
     """Train every answer of a conversation, or only the last."""
-    weight: Annotated[tuple[Annotated[float, Gt(0)], ...], Flag(default="1")] = ()
+    weight: Annotated[tuple[Annotated[float, Gt(0), Le(MOST)], ...], Flag(default="1")] = ()
     """How often a source's rows enter the data; 0.5 takes every second row. One number for each source, in order."""
     show: Annotated[int, Ge(0), Flag(panel=OUTPUT)] = 0
     """Print this many rows as the model sees them, with the trained tokens marked."""

@@ -26,6 +26,11 @@ def test_a_trial_gives_the_length_of_the_run() -> None:
     assert problems_in(1, trial=60.0) == 32
 
 
+def test_a_length_that_no_run_has_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--seconds", "1e308"]) == 2
+    assert "from 1 to 86400" in capsys.readouterr().err
+
+
 def test_both_runs_must_have_the_same_samples() -> None:
     assert num_differences({1: "a", 2: "b"}, {2: "b", 1: "c"}) == 1
     with pytest.raises(RuntimeError):

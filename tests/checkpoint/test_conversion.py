@@ -175,6 +175,7 @@ def test_a_source_is_never_replaced(tmp_path: Path) -> None:
         (["--random", "tiny-x"], "--random tiny-x is unknown; choose one of sdar-null, "),
         (["--random", "tiny-sdar", "--experts", "fused"], "--random writes a Hugging Face folder as published"),
         (["x", "--max-shard-gb", "0"], "--max-shard-gb 0 must be a number above 0"),
+        (["x", "--max-shard-gb", "1e300"], "--max-shard-gb 1e300 must be at most 2147483647"),
         (["x", "--max-shard-gb", "nan"], "--max-shard-gb nan must be a finite number above 0"),
     ],
 )

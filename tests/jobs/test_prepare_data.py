@@ -226,6 +226,8 @@ def test_rows_are_as_often_in_the_data_as_their_source_weighs(
     assert record["samples"] == 3 + 10 and record["rows"]["left_by_weight"] == 4
     assert prepare("a.jsonl", "b.jsonl", "--weight", "0.5", out="other") == 2
     assert "give one for each" in capsys.readouterr().err
+    assert prepare("a.jsonl", "--weight", "1e308", out="other") == 2
+    assert "at most 2147483647" in capsys.readouterr().err
 
 
 def test_data_of_before_conversations_had_several_answers_are_read(prepare: Callable[..., int]) -> None:
