@@ -22,10 +22,12 @@ from mbd_core.checkpoint.folder import read_folder
 from mbd_core.evaluation.measures.statistics import Interval, p_text
 from mbd_core.evaluation.tasks.benchmarks import find_task
 from mbd_core.files import file_beside, folder_beside
+from mbd_core.json_text import parse_json
 from mbd_core.multitf.recipes.shipped import ABLATION_ROWS, LEDGER_MBD, LEDGER_TASK
 from mbd_core.multitf.states.fitted_noise import FittedNoise, write_noise
 from mbd_core.multitf.states.layout import StateConfig
 from research.alignment.distances import compare
+from research.alignment.states import RECORD as TRACES_RECORD
 from research.alignment.states import ModelTraces, TracingPlan, halves, record_models, training_states
 from research.ledger.claims import CLAIM_TAU
 from research.ledger.plan import DISTANCES, FITTED, INFERENCE, NOISE, TRACES
@@ -57,10 +59,16 @@ class RowDistance:
 def measure_inference(out: Path, base: Path, *, num_problems: int) -> Path:
     """The file of noise fitted to the base's traces under MultiBD, with the distances of all rows beside it.
 
-    It is measured once, before anything is trained with it.
+    It is measured once, before anything is trained with it. Raises `ValueError` if another number of problems was
+    traced.
     """
     folder = out / "alignment" / INFERENCE
-    if not folder.exists():
+    if folder.exists():
+        record = folder / TRACES / TRACES_RECORD
+        traced = parse_json(record.read_bytes(), str(record))["asked"]["num_problems"]
+        if traced != num_problems:
+            raise ValueError(f"{folder} is of {traced} traced problems: give --traced {traced}, or another folder")
+    else:
         plan = TracingPlan(
             task=LEDGER_TASK[0],
             num_problems=num_problems,

@@ -53,6 +53,10 @@ def test_the_distances_are_of_states_in_the_bases_blocks(
     row_distances.measure_inference(tmp_path, tiny_model_dir, num_problems=2)
     size = read_folder(tiny_model_dir).config.block_size
     assert len(seen) == 8 and {states.block_size for states in seen} == {size} != {LEDGER_MBD.states.block_size}
+    row_distances.measure_inference(tmp_path, tiny_model_dir, num_problems=2)
+    assert len(seen) == 8, "it is measured once"
+    with pytest.raises(ValueError, match="is of 2 traced problems: give --traced 2"):
+        row_distances.measure_inference(tmp_path, tiny_model_dir, num_problems=4)
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
