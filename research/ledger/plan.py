@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from mbd_core.fields import DATA, DECODING, MODEL, Flag, Ge, configuration, load
-from mbd_core.files import write_json
+from mbd_core.files import is_partial, write_json
 from mbd_core.multitf.data.prepared import TinyData
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, shortened, with_fitted_noise
 from mbd_core.multitf.recipes.shipped import ABLATION_ROWS, LEDGER_MBD, LEDGER_TF
@@ -126,7 +126,7 @@ def claim(folder: Path, plan: StudyPlan) -> None:
             names = sorted(name for name, value in asdict(plan).items() if getattr(recorded, name) != value)
             raise ValueError(f"{folder} holds another study: its {', '.join(names)} differ; give another folder")
         return
-    if folder.exists() and any(folder.iterdir()):
+    if folder.exists() and not all(map(is_partial, folder.iterdir())):
         raise ValueError(f"{folder} exists already and holds no study; give a folder that is yet to be made")
     folder.mkdir(parents=True, exist_ok=True)
     write_json(path, asdict(plan))

@@ -21,6 +21,7 @@ from research.ledger.plan import (
     claim,
     missing_models,
     model_path,
+    read_plan,
     seeded,
     swept_models,
 )
@@ -95,16 +96,26 @@ def test_another_study_is_refused_by_what_differs(tmp_path: Path) -> None:
 
 def test_a_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="exists already and holds no study"):
         claim(tmp_path, PLAN)
     (tmp_path / RECORD).write_text(json.dumps({"seeds": [0]}))
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="was not written by this version of the project"):
         claim(tmp_path, PLAN)
+
+
+def test_a_record_that_a_killed_process_began_is_no_study(tmp_path: Path) -> None:
+    (tmp_path / f".{RECORD}.77.partial.json").write_text("{")
+    claim(tmp_path, PLAN)
+    assert read_plan(tmp_path) == PLAN
 
 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
-    [({"buffers": (1, 2)}, "at least 2"), ({"taus": (1.5,)}, "between 0 and 1"), ({"seeds": ()}, "needs a seed")],
+    [
+        ({"buffers": (1, 2)}, "at least 2"),
+        ({"taus": (1.5,)}, "between 0 and 1"),
+        ({"seeds": ()}, "needs a seed"),
+    ],
 )
 def test_a_plan_that_cannot_be_is_refused(changes: dict, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
