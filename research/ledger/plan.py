@@ -13,7 +13,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-from mbd_core.fields import DATA, DECODING, MODEL, Flag, Ge, configuration, load
+from mbd_core.evaluation.tasks.problems import MOST_GENERATED
+from mbd_core.fields import DATA, DECODING, MODEL, MOST, Flag, Ge, Le, configuration, load
 from mbd_core.files import is_partial, write_json
 from mbd_core.multitf.data.prepared import TinyData
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, shortened, with_fitted_noise
@@ -51,9 +52,9 @@ class StudySize:
     on the problems of the sweep's seed `s`.
     """
 
-    seeds: Annotated[tuple[Annotated[int, Ge(0)], ...], Flag(metavar="S,...", commas=True)] = (0, 1, 2)
+    seeds: Annotated[tuple[Annotated[int, Ge(0), Le(MOST)], ...], Flag(metavar="S,...", commas=True)] = (0, 1, 2)
     """Training seeds."""
-    problems: Annotated[int, Ge(2)] = 2000
+    problems: Annotated[int, Ge(2), Le(MOST_GENERATED)] = 2000
     """Unseen problems a seed."""
     taus: Annotated[tuple[float, ...], Flag(panel=DECODING, metavar="TAU,...", commas=True)] = (0.8, 0.9, 0.95)
     """Thresholds tau_m2t."""

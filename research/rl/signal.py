@@ -10,7 +10,6 @@ signal.md, signal.png
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
@@ -24,6 +23,7 @@ from jobs.command_line import OutFolder, OwnThreads
 from mbd_core.command_line import command, refuse_given
 from mbd_core.fields import DATA, OUTPUT, Flag, Ge, configuration
 from mbd_core.files import check_writable, file_beside, write_json, write_text
+from mbd_core.json_text import parse_json
 from mbd_core.multitf.step.objective import PolicyObjective
 from mbd_core.rl.groups import GroupConfig
 from mbd_core.rl.parts import CORRECT, TPF
@@ -219,7 +219,7 @@ def cosine(a: Tensor, b: Tensor) -> float:
 
 def report(out: Path) -> str:
     """Write signal.md and signal.png from the numbers, and return the Markdown."""
-    record = json.loads((out / RECORD).read_text())
+    record = parse_json((out / RECORD).read_bytes(), str(out / RECORD))
     size, objectives = SignalSize(**record["size"]), record["objectives"]
     lines = []
     for name, numbers in objectives.items():

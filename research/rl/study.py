@@ -23,8 +23,10 @@ from typing import TYPE_CHECKING, Annotated
 from jobs.command_line import OutFolder, OwnThreads
 from mbd_core.command_line import command, refuse_given
 from mbd_core.engine.config import EngineConfig
-from mbd_core.fields import DATA, DECODING, OUTPUT, Flag, Ge, configuration
+from mbd_core.evaluation.tasks.problems import MOST_GENERATED
+from mbd_core.fields import DATA, DECODING, MOST, OUTPUT, Flag, Ge, Le, configuration
 from mbd_core.files import check_writable, file_beside, is_partial, write_json
+from mbd_core.json_text import parse_json
 from mbd_core.rl.config import HeldOutConfig, RLRecipe
 from mbd_core.storage.folder import Folder
 from research.ledger.plan import BASE, run_name, seeded
@@ -58,14 +60,13 @@ class ArmStudySize:
     """The size of a study. Seed `s` draws the problems and the answers of its runs, and the problems on which these
     runs and the start are evaluated."""
 
-    seeds: Annotated[tuple[Annotated[int, Ge(0)], ...], Flag(metavar="S,...", commas=True)] = (1, 2, 3)
+    seeds: Annotated[tuple[Annotated[int, Ge(0), Le(MOST)], ...], Flag(metavar="S,...", commas=True)] = (1, 2, 3)
     """Seeds."""
-    problems: Annotated[int, Ge(2)] = 200
+    problems: Annotated[int, Ge(2), Le(MOST_GENERATED)] = 200
     """Unseen problems a seed."""
-    taus: Annotated[tuple[float, ...], Flag(panel=DECODING, metavar="TAU,...", commas=True)] = (
-        0.8,
-        0.9,
-    )
+    taus: Annotated[
+        tuple[Annotated[float, Ge(0), Le(1)], ...], Flag(panel=DECODING, metavar="TAU,...", commas=True)
+    ] = (0.8, 0.9)
     """Thresholds tau_m2t."""
 
 
@@ -124,7 +125,7 @@ class ArmStudy:
         recorded = json.loads(json.dumps(record, default=str))
         path = out / RECORD
         check_writable(out, out)
-        if path.exists() and json.loads(path.read_text()) != recorded:
+        if path.exists() and parse_json(path.read_bytes(), str(path)) != recorded:
             raise ValueError(f"{out} holds a study of another size or of other arms; give another folder")
         if not path.exists():
             if out.exists() and not all(map(is_partial, out.iterdir())):

@@ -115,6 +115,8 @@ def test_a_record_that_a_killed_process_began_is_no_study(tmp_path: Path) -> Non
         ({"buffers": (1, 2)}, "at least 2"),
         ({"taus": (1.5,)}, "between 0 and 1"),
         ({"seeds": ()}, "needs a seed"),
+        ({"seeds": (2**31,)}, "at most 2147483647"),
+        ({"problems": 10**7}, "from 2 to 1000000"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(changes: dict, sentence: str) -> None:

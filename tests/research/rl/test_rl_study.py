@@ -9,14 +9,15 @@ import pyarrow.parquet as pq
 import pytest
 from drawn_study import study_table
 
+from mbd_core.command_line import Main
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, shortened
 from mbd_core.rl.config import RLRecipe
 from research.ledger.plan import BASE, PLOT, REPORT, ROWS, run_name
 from research.ledger.rows import StudyCell, read_table, write_rows
-from research.rl import study
+from research.rl import long, study, teacher
 from research.rl.arms import ARMS, A, D
 from research.rl.report import CLAIMS, SLOTS, TRAINING, ArmClaim, judge, report, training_lines
-from research.rl.study import ArmStudy, ArmStudySize
+from research.rl.study import RECORD, ArmStudy, ArmStudySize
 
 TAUS = (0.8, 0.9)
 
@@ -111,16 +112,35 @@ def test_a_folder_of_another_study_and_one_without_rows_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ArmStudy(tmp_path / "a", ARMS, ArmStudySize())
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="holds a study of another size or of other arms"):
         ArmStudy(tmp_path / "a", ARMS, ArmStudySize(problems=7))
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="holds a study of another size or of other arms"):
         ArmStudy(tmp_path / "a", {"rl-A": A}, ArmStudySize())
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").touch()
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="exists already and holds no study"):
         ArmStudy(tmp_path / "mine", ARMS, ArmStudySize())
+    (tmp_path / "a" / RECORD).write_text("")
+    with pytest.raises(ValueError, match=f"{RECORD} is not valid JSON"):
+        ArmStudy(tmp_path / "a", ARMS, ArmStudySize())
     assert study.main(["--out", str(tmp_path / "b"), "--report-only"]) == 2
     assert "cannot be read as rows of a study" in capsys.readouterr().err and not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "sentence"),
+    [
+        (["--taus", "1.5"], "must be a list of numbers from 0 to 1"),
+        (["--seeds", str(2**31)], "at most 2147483647"),
+        (["--problems", "2000000"], "from 2 to 1000000"),
+    ],
+)
+@pytest.mark.parametrize("main", [study.main, teacher.main, long.main], ids=["rl", "teacher", "long"])
+def test_an_option_that_is_refused_claims_no_folder(
+    main: Main, option: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--out", str(tmp_path / "out"), *option]) == 2
+    assert sentence in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 PUBLISHED = Path(__file__).resolve().parents[3] / "research" / "published" / "rl"
