@@ -64,7 +64,8 @@ def timed_lengths(model: str, folder: Path, questions: Sequence["PlannedRow"], *
                     answers.add(output.tokens)
                 if len(answers) > 1:
                     raise ValueError(f"{model}: the answers to row {request.request_id} differ, though all are exact")
-            rows += [{"model": model, "setting": name, "round": number, **sums[name]} for name in LENGTHS if number]
+            named = {"model": model, "problems": len(questions), "round": number}
+            rows += [{**named, "setting": name, **sums[name]} for name in LENGTHS if number]
     return pa.Table.from_pylist(rows)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mbd_core.evaluation.measures.aup import aup_d3llm
@@ -54,6 +55,19 @@ bound. Alone right: the number of problems that only the first setting answers, 
 answers, and the exact sign test."""
 
 
+def read_rows(path: Path) -> pa.Table:
+    """The rows that a stage wrote. Raises `ValueError` if the file holds none."""
+    try:
+        table = pq.read_table(path)
+    except FileNotFoundError:
+        raise ValueError(f"{path.parent} has no {path.name}: run {path.stem} first") from None
+    except (OSError, pa.ArrowInvalid) as error:
+        raise ValueError(f"{path} cannot be read as the rows of a stage: {str(error).splitlines()[0]}") from None
+    if not {"model", "setting"} <= {*table.column_names}:
+        raise ValueError(f"{path} holds no rows of a stage: its columns are {', '.join(table.column_names)}")
+    return table
+
+
 @dataclass(frozen=True, eq=False)
 class SettingAnswers:
     """A setting's answers to the problems (P), in their order."""
@@ -91,8 +105,8 @@ class SplitAnswers:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Raises `ValueError` if a model's settings are not whole."""
-        table = pq.read_table(path)
+        """Raises `ValueError` if the file cannot be read, or if a model's settings are not whole."""
+        table = read_rows(path)
         found: dict[str, dict[str, list[int]]] = {}
         for number, (model, name) in enumerate(
             zip(*(table[c].to_pylist() for c in ("model", "setting")), strict=True)
@@ -115,6 +129,14 @@ class SplitAnswers:
             if set(by_setting) != set(settings()) or len({cell.problems for cell in by_setting.values()}) > 1:
                 raise ValueError(f"{path}: the settings of {model} are not whole; decode its sweep to the end")
         return cls({model: of[model] for model in SUBJECTS if model in of})
+
+
+def valid_answers(out: Path, models: Sequence[str] = ()) -> SplitAnswers:
+    """The answers by which settings are chosen. Raises `ValueError` if they lack one of `models`."""
+    valid = SplitAnswers.read(out / ROWS["valid"])
+    if lacking := [model for model in models if model not in valid.of]:
+        raise ValueError(f"{out / ROWS['valid']} has no rows of {lacking[0]}: run valid --models {lacking[0]} first")
+    return valid
 
 
 def chosen_settings(valid: SplitAnswers, model: str) -> dict[SettingKind, str]:
@@ -145,8 +167,9 @@ def of_place(cells: Mapping[str, SettingAnswers], family: SettingFamily, width: 
 
 
 def report(out: Path) -> str:
-    """The Markdown of the rows in a folder."""
-    valid, test = (SplitAnswers.read(out / ROWS[split]) for split in ("valid", "test"))
+    """The Markdown of the rows in a folder. Raises `ValueError` for rows that are missing."""
+    test = SplitAnswers.read(out / ROWS["test"])
+    valid = valid_answers(out, [*test.of])
     problems = ", ".join(f"{len(next(iter(cells.values())).problems)} of {model}" for model, cells in test.of.items())
     lines = ["# Do drafts that the same weights verify beat a tuned threshold?", "", f"Test problems: {problems}."]
     lines += ["", RULES, "", "## Claims", "", *claim_lines(valid, test), "", "## Chosen settings", ""]
@@ -290,5 +313,5 @@ def _turns(out: Path) -> dict[tuple[str, str], float]:
     path = out / TURNS
     if not path.exists():
         return {}
-    sums = pq.read_table(path).group_by(["model", "setting"]).aggregate([("tokens", "sum"), ("seconds", "sum")])
+    sums = read_rows(path).group_by(["model", "setting"]).aggregate([("tokens", "sum"), ("seconds", "sum")])
     return {(row["model"], row["setting"]): row["tokens_sum"] / row["seconds_sum"] for row in sums.to_pylist()}

@@ -1,5 +1,6 @@
 """The study of verified drafts: its settings, its choice, its claims, and its published report."""
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mbd_core.decoding.blocks.config import decoding_config
+from research.verified import study
 from research.verified.lengths import LENGTHS, LENGTHS_FILE, length_lines
 from research.verified.report import REPORT, ROWS, TURNS, SplitAnswers, chosen_settings, report
 from research.verified.settings import SUBJECTS, family_of, settings, slots_of, width_of
@@ -88,9 +90,103 @@ def test_exact_answers_are_timed_by_the_length_of_their_drafts(
     assert lines[2].startswith("| tiny-mbd | one slot |") and lines[2].endswith("| 1.00 | 1.00 to 1.00 |")
     monkeypatch.setitem(LENGTHS, "measured", {"buffer_size": 2, "tau_m2t": 0.1})
     with pytest.raises(ValueError, match="differ, though all are exact"):
-        run("lengths", out=tmp_path, models=("tiny-mbd",), problems=2, rounds=1)
+        run("lengths", out=tmp_path / "other", models=("tiny-mbd",), problems=2, rounds=1)
     with pytest.raises(ValueError, match="--models smollm2-ar has no task; give some of tiny-bd"):
         run("valid", out=tmp_path, models=("smollm2-ar",))
+
+
+def length_rows(model: str, *_: object, rounds: int = 2, problems: int = 3) -> pa.Table:
+    numbers = {"tokens": 8.0, "forwards": 4.0, "positions": 32.0, "seconds": 1.0}
+    named = [
+        {"model": model, "problems": problems, "round": n + 1, "setting": s} for n in range(rounds) for s in LENGTHS
+    ]
+    return pa.Table.from_pylist([row | numbers for row in named])
+
+
+def test_each_models_rows_are_kept_when_they_are_whole_and_measured_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+
+    def timed(model: str, *_: object, rounds: int) -> pa.Table:
+        asked.append(model)
+        if model == "ledger-bd" and len(asked) < 4:
+            raise KeyboardInterrupt
+        return length_rows(model, rounds=rounds)
+
+    monkeypatch.setattr(study, "timed_lengths", timed)
+    names = ("tiny-bd", "tiny-mbd", "ledger-bd")
+    with pytest.raises(KeyboardInterrupt):
+        run("lengths", out=tmp_path, models=names, problems=3, rounds=2)
+    run("lengths", out=tmp_path, models=names, problems=3, rounds=2)
+    assert asked == [*names, "ledger-bd"]
+    found = pq.read_table(tmp_path / LENGTHS_FILE)
+    assert found.equals(pa.concat_tables(map(length_rows, names)))
+    assert len(length_lines(found)) == len(capsys.readouterr().out.splitlines())
+    with pytest.raises(ValueError, match="tiny-bd, measured with --problems 3 and --rounds 2; give these, or another"):
+        run("lengths", out=tmp_path, models=("tiny-bd",), problems=3, rounds=1)
+    assert pq.read_table(tmp_path / LENGTHS_FILE).equals(found) and len(asked) == 4
+
+
+def test_published_rows_are_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(PUBLISHED, tmp_path / "out")
+    files = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    monkeypatch.setattr(study, "planned", lambda *_: pytest.fail("a model was asked"))
+    with pytest.raises(ValueError, match="tiny-bd, measured with --problems unknown and --rounds 3"):
+        run("lengths", out=tmp_path / "out", models=("tiny-bd",), problems=8, rounds=3)
+    with pytest.raises(ValueError, match="tiny-bd, measured with --problems 24; give these"):
+        run("turns", out=tmp_path / "out", problems=2)
+    with pytest.raises(ValueError, match="tiny-mbd, measured with --problems 500; give these"):
+        run("test", out=tmp_path / "out", models=("tiny-mbd",), problems=2)
+    run("test", out=tmp_path / "out", models=("tiny-mbd",), problems=500)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == files
+
+
+def test_a_sweep_adds_its_models_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(tmp_path, "valid", BEST)
+    before = pq.read_table(tmp_path / ROWS["valid"])
+    counts = dict.fromkeys(COUNTS, 1)
+    samples = [
+        {"method": name, "problem_id": f"p{number}", "correct": True, "error": None, **counts}
+        for name in settings()
+        for number in range(2)
+    ]
+    monkeypatch.setattr("mbd_core.evaluation.sweep.folder.read_samples", lambda *_, **__: samples)
+    monkeypatch.setattr(study, "sweep", lambda *_: None)
+    run("valid", out=tmp_path, models=("tiny-mbd",), problems=2)
+    table = pq.read_table(tmp_path / ROWS["valid"])
+    assert table.slice(0, len(before)).equals(before) and len(table) == len(before) + len(samples)
+    assert [*SplitAnswers.read(tmp_path / ROWS["valid"]).of] == [MODEL, "tiny-mbd"]
+    run("valid", out=tmp_path, models=("tiny-mbd",), problems=2)
+    assert pq.read_table(tmp_path / ROWS["valid"]).equals(table)
+
+
+def test_the_rows_of_an_earlier_stage_are_asked_for_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(study, "planned", lambda *_: pytest.fail("a model was asked"))
+
+    def said(*arguments: str) -> str:
+        assert study.main([*arguments, "--out", str(tmp_path)]) == 2
+        return capsys.readouterr().err
+
+    assert "has no valid.parquet: run valid first" in said("test", "--models", "tiny-mbd")
+    assert "has no valid.parquet: run valid first" in said("turns")
+    assert "has no test.parquet: run valid and test first" in said("report")
+    (tmp_path / ROWS["valid"]).write_text("no table")
+    assert "valid.parquet cannot be read as the rows of a stage" in said("turns")
+    pq.write_table(pa.table({"x": [1]}), tmp_path / ROWS["valid"])
+    assert "valid.parquet holds no rows of a stage: its columns are x" in said("turns")
+    written(tmp_path, "valid", BEST)
+    assert "has no rows of tiny-mbd: run valid --models tiny-mbd first" in said("test", "--models", "tiny-mbd")
+    timed = {"model": MODEL, "setting": "span in 1", "tokens": 20, "seconds": 1.0}
+    pq.write_table(pa.Table.from_pylist([timed]), tmp_path / TURNS)
+    assert "times of other settings of tiny-bd than valid.parquet chooses" in said("turns")
+    written(tmp_path, "test", BEST)
+    pq.write_table(COLUMNS.empty_table(), tmp_path / ROWS["valid"])
+    assert "has no rows of tiny-bd: run valid --models tiny-bd first" in said("report")
+    assert study.main(["report", "--out", "/proc/none"]) == 2
+    assert "/proc/none cannot be written" in capsys.readouterr().err
 
 
 def test_settings_that_are_not_whole_are_named(tmp_path: Path) -> None:
