@@ -521,6 +521,7 @@ def test_likelihoods_under_the_base_are_those_of_transformers(
         "real",
         "real-arms",
         "real-second-seed",
+        "real-two-seeds",
         "real-drafted",
         "real-one-model",
         "real-both-modes",
