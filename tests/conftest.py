@@ -4,6 +4,7 @@ import gc
 import itertools
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -87,19 +88,55 @@ RAY_JOBS = [
 SLOW_SECONDS = 3_600
 
 
+# CPU seconds of the scopes whose tests take longer than most, which take a fifth of a second each. By their number of
+# tests these would start last, and one worker would end long after the others.
+SCOPE_SECONDS = {
+    "ray": 400,
+    "ray without Serve": 200,
+    "cluster": 60,
+    "tests/benchmarks/capacity/test_arrivals.py": 15,
+    "tests/benchmarks/gpu/test_gpu_day.py": 25,
+    "tests/benchmarks/gpu/test_step_nodes.py": 10,
+    "tests/benchmarks/test_modes.py": 10,
+    "tests/checkpoint/test_shape_tokenizer.py": 20,
+    "tests/decoding/blocks/test_block_buffer.py": 15,
+    "tests/engine/test_adapters.py": 15,
+    "tests/engine/test_exactness.py": 40,
+    "tests/engine/test_graph_safety.py": 70,
+    "tests/engine/test_guided_tokens.py": 20,
+    "tests/engine/test_guided_verification.py": 30,
+    "tests/engine/test_host_pages.py": 15,
+    "tests/engine/test_two_sizes.py": 30,
+    "tests/engine/test_verified_slots.py": 15,
+    "tests/engine/test_weight_swap.py": 20,
+    "tests/evaluation/tasks/test_real_benchmarks.py": 15,
+    "tests/house/test_imports.py": 20,
+    "tests/house/test_wheel.py": 15,
+    "tests/multitf/step/test_layer_compilation.py": 25,
+    "tests/ops/test_triton_compiled.py": 80,
+    "tests/rl/test_loop.py": 30,
+}
+
+
+def scope_of(nodeid: str) -> str:
+    """What runs in one process: a file, as what its tests share is made once a process; or a room in `ONE_BY_ONE`."""
+    file = nodeid.partition("::")[0]
+    room = file.removeprefix("tests/").partition("/")[0]
+    if file in RAY_JOBS:
+        return "ray without Serve"
+    return room if room in ONE_BY_ONE else file
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A file's tests stay together, as what they share is made once a process; so do a room's in `ONE_BY_ONE`."""
+    """Workers take scopes whole, in the order in which `pytest_collection_modifyitems` leaves them."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFileOrRoom(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            room = file.removeprefix("tests/").partition("/")[0]
-            if file in RAY_JOBS:
-                return "ray without Serve"
-            return room if room in ONE_BY_ONE else file
+            return scope_of(nodeid)
 
+    config.option.loadscopereorder = False
     return ByFileOrRoom(config, log)
 
 
@@ -136,6 +173,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
+    if "PYTEST_XDIST_WORKER" in os.environ:  # its worker's: one process alone keeps the order of the folders
+        seconds = {scope: num / 5 for scope, num in Counter(scope_of(item.nodeid) for item in items).items()}
+        seconds |= {scope: SCOPE_SECONDS[scope] for scope in seconds.keys() & SCOPE_SECONDS.keys()}
+        items.sort(key=lambda item: -seconds[scope_of(item.nodeid)])
 
 
 @pytest.fixture(scope="session")
