@@ -110,8 +110,10 @@ def test_a_ray_that_does_not_start_is_one_sentence(unconnected: pytest.MonkeyPat
         raise Exception("The current node timed out\nduring startup.")
 
     unconnected.setattr(ray, "init", fail)
-    with pytest.raises(RuntimeError):
+    sentence = "no Ray cluster could be started on this machine, twice: The current node timed out during startup."
+    with pytest.raises(RuntimeError) as raised:
         local.start_ray()
+    assert str(raised.value) == sentence
 
 
 def test_a_ray_that_does_not_start_is_started_once_more(unconnected: pytest.MonkeyPatch) -> None:
@@ -134,16 +136,18 @@ def test_an_own_ray_that_ends_while_it_starts_is_started_once_more(
     script = "import sys, time; from pathlib import Path; first = Path(sys.argv[1], 'first'); "
     script += "first.exists() or (first.touch(), sys.exit('no node')); folder = sys.argv[-1].partition('=')[2]; "
     script += "Path(folder, 'ray_current_cluster').write_text('10.0.0.1:6379'); time.sleep(600)"
+    joined: list[str] = []
 
     def fail(address: str, **_: Any) -> None:
-        assert address == "10.0.0.1:6379"
+        joined.append(address)
         raise ConnectionError("no answer")
 
     unconnected.setenv(local.TOKEN_PATH, "")
     unconnected.setattr(local, "RAY_START", (sys.executable, "-c", script, str(tmp_path)))
     unconnected.setattr(ray, "init", fail)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match=r"^the local Ray cluster started and does not answer: no answer$"):
         local.connect(start_seconds=60)
+    assert (tmp_path / "first").exists() and joined == ["10.0.0.1:6379"]  # both heads were started
     assert not living_with(str(tmp_path))
 
 
