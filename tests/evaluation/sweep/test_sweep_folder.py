@@ -299,8 +299,10 @@ def test_a_file_of_the_user_s_is_never_read_replaced_or_removed(name: str, overw
         else:
             (place / name).write_text("precious")
     precious, listed = (out / name).read_bytes(), files(out)
-    with pytest.raises(ValueError):
+    alone = files(foreign)
+    with pytest.raises(ValueError, match="foreign exists already and was not written by this project"):
         SweepFolder.claim(foreign, RECORDED, overwrite=overwrite)
+    assert (foreign / name).read_bytes() == (out / name).read_bytes() and files(foreign) == alone
     if name in OURS:
         with pytest.raises(ValueError, match="move it"):
             SweepFolder.claim(out, RECORDED, overwrite=overwrite)
@@ -343,7 +345,7 @@ def test_a_report_of_a_failed_sweep_keeps_its_traceback(tmp_path: Path) -> None:
 def test_folders_that_hold_no_sweep_of_ours_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"report.json"):
         read_report(tmp_path)
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="holds no sweep: it has no"):
         list(read_samples(tmp_path))
     write_json(tmp_path / MANIFEST, {"kind": "sweep", "files": ["samples/part-*.parquet"]})
     check_sweep_folder(tmp_path, RECORDED)  # it was killed before it wrote its record
