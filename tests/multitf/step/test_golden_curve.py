@@ -11,17 +11,14 @@ GOLDEN: dict[str, Any] = json.loads(FILE.read_text())
 
 @pytest.mark.parametrize("name", RUNS)
 def test_twenty_updates_are_the_golden_ones(name: str) -> None:
-    """Bitwise where torch's build and the CPU compute as where the curves were made; elsewhere the test is skipped."""
-    made, here = Arithmetic(**GOLDEN["arithmetic"]), Arithmetic.here()
-    if made != here:
-        pytest.skip(
-            f"the golden curves are of torch {made.torch} on a CPU with {made.cpu}; torch {here.torch} on this CPU, "
-            f"{here.cpu}, rounds otherwise; {GOLDEN['made_with']} on a commit that is right makes curves for it"
-        )
+    """Bitwise where torch's build and the CPU compute as where the curves were made; elsewhere within a thousandth.
+    Torch's operations without vector instructions (ATEN_CPU_CAPABILITY=default) round by 2e-6 otherwise."""
     found, golden = curve(name), GOLDEN["curves"][name]
     assert len(golden) == STEPS
-    first = next((step for step, (one, other) in enumerate(zip(found, golden, strict=True)) if one != other), None)
-    assert first is None, f"update {first} has loss and norm {found[first]}, not {golden[first]}"
+    is_bitwise = Arithmetic(**GOLDEN["arithmetic"]) == Arithmetic.here()
+    for step, (ours, theirs) in enumerate(zip(found, golden, strict=True)):
+        wanted = theirs if is_bitwise else pytest.approx([float.fromhex(number) for number in theirs], rel=1e-3)
+        assert (ours if is_bitwise else [float.fromhex(number) for number in ours]) == wanted, f"update {step}"
 
 
 def test_a_golden_curve_is_of_a_training_that_learns() -> None:
