@@ -222,4 +222,4 @@ def test_flex_attention_compiles_more_variants_than_torch_s_own_limit(
             with torch.no_grad():
                 attend(q, k, v, block_mask=mask, enable_gqa=True)
     assert counted_flex.frame_count - sum(counts) >= 2
-    assert sum(counts) >= (2 if compiles_masks else 0)
+    assert sum(counts) >= 2 if compiles_masks else counted_flex.frame_count > 2 and sum(counts) == 0, counts
