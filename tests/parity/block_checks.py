@@ -62,23 +62,17 @@ def check_entropy_bound(folder: Path, case: dict[str, Any]) -> None:
     decoding = DecodingConfig(block_size=size, entropy=EntropyBound(gamma=inputs["eb_threshold"], rule=rule))
     end = -(-(length + inputs["gen_length"]) // size) * size
     wanted = expected["tokens"][length:]
-    for static in (False, True):
-        output = decode(
-            folder / case["checkpoint"],
-            inputs["prompt"],
-            end - length,
-            decoding,
-            eos=stops[0] if stops else None,
-            static_shapes=static,
-        )
-        assert list(output.tokens) == (before(wanted, stops[0]) if stops else wanted)
-        counts = output.counts
-        assert counts.num_forwards - counts.num_store_forwards == expected["denoise_forwards"]
-        assert counts.num_store_forwards == expected["block_store_forwards"]
-        assert output.piece.steps is not None
-        steps = (*output.piece.steps, *(output.tail.steps or ()))
-        positions = {step: [length + i for i, s in enumerate(steps) if s == step] for step in sorted(set(steps))}
-        assert list(positions.values()) == [sorted(each) for each in expected["accepted"]]
+    output = decode(
+        folder / case["checkpoint"], inputs["prompt"], end - length, decoding, eos=stops[0] if stops else None
+    )
+    assert list(output.tokens) == (before(wanted, stops[0]) if stops else wanted)
+    counts = output.counts
+    assert counts.num_forwards - counts.num_store_forwards == expected["denoise_forwards"]
+    assert counts.num_store_forwards == expected["block_store_forwards"]
+    assert output.piece.steps is not None
+    steps = (*output.piece.steps, *(output.tail.steps or ()))
+    positions = {step: [length + i for i, s in enumerate(steps) if s == step] for step in sorted(set(steps))}
+    assert list(positions.values()) == [sorted(each) for each in expected["accepted"]]
 
 
 def decode(
@@ -89,7 +83,6 @@ def decode(
     *,
     eos: int | None,
     replay: bool = True,
-    **engine: Any,
 ) -> Output:
     model = with_config(
         loaded(folder), block_size=decoding.block_size, **({"eos_token_ids": (eos,)} if eos is not None else {})
@@ -103,7 +96,7 @@ def decode(
         replay=replay,
         logprobs=True,
     )
-    config = EngineConfig(max_rows=1, buffer_size=decoding.buffer_size, **engine)
+    config = EngineConfig(max_rows=1, buffer_size=decoding.buffer_size)
     return Engine(model, config).generate([request])[0]
 
 
@@ -213,20 +206,19 @@ def check_fast_dllm_v2(folder: Path, case: dict[str, Any]) -> None:
         for i, prompt in enumerate(prompts)
     ]
     model = with_config(loaded(folder), block_size=size, eos_token_ids=(stop,))
-    for static in (False, True):
-        outputs = Engine(model, EngineConfig(max_rows=len(rows), static_shapes=static)).generate(requests)
-        for i, (prompt, row, output) in enumerate(zip(prompts, rows, outputs, strict=True)):
-            stops = stop in row[len(prompt) :]
-            assert list(output.tokens) == (before(row[len(prompt) :], stop) if stops else row[len(prompt) : end])
-            written = [each for each in forwards_of(output, len(prompt), size) if each]
-            wanted = [sorted(each) for each in accepted_of_row(expected, i, alone=alone) if each]
-            assert written[: len(wanted)] == wanted
-            assert stops or len(written) == len(wanted)
-            if alone and not stops:
-                counts = output.counts
-                assert counts.num_forwards - counts.num_store_forwards == expected["denoise_forwards"]
-                # the store of a prompt's last block is a forward of its own here, and part of the prefill there
-                assert counts.num_store_forwards == expected["store_forwards"] + (len(prompt) % size == 0)
+    outputs = Engine(model, EngineConfig(max_rows=len(rows))).generate(requests)
+    for i, (prompt, row, output) in enumerate(zip(prompts, rows, outputs, strict=True)):
+        stops = stop in row[len(prompt) :]
+        assert list(output.tokens) == (before(row[len(prompt) :], stop) if stops else row[len(prompt) : end])
+        written = [each for each in forwards_of(output, len(prompt), size) if each]
+        wanted = [sorted(each) for each in accepted_of_row(expected, i, alone=alone) if each]
+        assert written[: len(wanted)] == wanted
+        assert stops or len(written) == len(wanted)
+        if alone and not stops:
+            counts = output.counts
+            assert counts.num_forwards - counts.num_store_forwards == expected["denoise_forwards"]
+            # the store of a prompt's last block is a forward of its own here, and part of the prefill there
+            assert counts.num_store_forwards == expected["store_forwards"] + (len(prompt) % size == 0)
 
 
 def forwards_of(output: Output, start: int, size: int) -> list[list[int]]:
@@ -279,18 +271,11 @@ def check_edit_generation(folder: Path, case: dict[str, Any]) -> None:
     assert run.tokens == [token for token in wanted if token not in eos]
     assert run.num_forwards == expected["num_forwards"]
     assert (run.finish_reason == "stop") == (wanted[-1] in eos)
-    for static in (False, True):
-        output = decode(
-            folder,
-            inputs["prompt"],
-            inputs["gen_length"],
-            decoding,
-            eos=eos[0] if eos else None,
-            replay=False,
-            static_shapes=static,
-        )
-        assert list(output.tokens) == run.tokens and output.counts.num_forwards == run.num_forwards
-        assert output.piece.logprobs == pytest.approx(run.log_probs, abs=1e-3)
+    output = decode(
+        folder, inputs["prompt"], inputs["gen_length"], decoding, eos=eos[0] if eos else None, replay=False
+    )
+    assert list(output.tokens) == run.tokens and output.counts.num_forwards == run.num_forwards
+    assert output.piece.logprobs == pytest.approx(run.log_probs, abs=1e-3)
 
 
 def edit_rule(inputs: dict[str, Any]) -> Levenshtein:

@@ -31,6 +31,15 @@ CHECKS = {
     **aup_checks.CHECKS,
     **verified_checks.CHECKS,
 }
+# Kinds of cases that this project has no such objective, layout or schedule for.
+NOT_OFFERED = {("dream", "blockbatch"), ("opdlm", "rollout"), ("opdlm", "lr"), ("opdlm", "threshold")}
+# Kinds of cases that are checked where the reference has a quirk, too.
+CHECKED_QUIRKS = (
+    full_attention_checks.NFE_ONLY_QUIRKS
+    + training_checks.IMPLEMENTED_QUIRKS
+    + block_checks.NAMED_QUIRKS
+    + causal_checks.NAMED_QUIRKS
+)
 WITH_MODEL = ("sdar", "llada2", "llada22", "llada", "dream", "fastdllm2", "nemotron", "diffusiongemma", "s2d2")
 
 
@@ -54,17 +63,28 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("checkpoint", folders or [absent], ids=lambda f: getattr(f, "name", "none"))
 
 
+def kind_of(folder: Path, case: dict[str, Any]) -> tuple[str, str]:
+    """The family of models and the group of cases, by which a check is found."""
+    return folder.name.rsplit("-", 1)[0], case["name"].split("_")[0]
+
+
 def test_case(folder: Path, case: dict[str, Any]) -> None:
-    family = folder.name.rsplit("-", 1)[0]
-    kind = (family, case["name"].split("_")[0])
-    known = full_attention_checks.NFE_ONLY_QUIRKS + training_checks.IMPLEMENTED_QUIRKS + block_checks.NAMED_QUIRKS
-    known += causal_checks.NAMED_QUIRKS
-    if case.get("quirk") and kind not in known:
+    kind = kind_of(folder, case)
+    if case.get("quirk") and kind not in CHECKED_QUIRKS:
         pytest.skip(f"quirk of the reference: {case['quirk_note']}")
-    check = CHECKS.get(kind)
-    if check is None:
-        pytest.skip(f"this project has no such objective or layout: {family} {case['name']}")
-    check(folder, case)
+    if kind in NOT_OFFERED:
+        pytest.skip(f"this project has no such objective or layout: {kind[0]} {case['name']}")
+    CHECKS[kind](folder, case)
+
+
+def test_every_check_has_cases(pytestconfig: pytest.Config) -> None:
+    """A name that no case has would check nothing, and its cases would be skipped."""
+    folders = fixture_folders(pytestconfig)
+    kinds = {kind_of(f, case) for f in folders for case in json.loads((f / "cases.json").read_text())["cases"]}
+    families = {family for family, _ in kinds}
+    named = CHECKS.keys() | NOT_OFFERED | set(CHECKED_QUIRKS)
+    assert {kind for kind in named if kind[0] in families} == kinds
+    assert CHECKS.keys().isdisjoint(NOT_OFFERED) and CHECKS.keys() >= set(CHECKED_QUIRKS)
 
 
 SECOND_SEED = Path(__file__).resolve().parents[3] / "shared" / "golden" / "s2d2-1"

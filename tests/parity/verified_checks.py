@@ -67,11 +67,15 @@ def check_verified(folder: Path, case: dict[str, Any]) -> None:
     plain = decoder_of(model, request, inputs)
     kinds: list[str] = []
     positions: list[list[int]] = []
+    first_logits: list[Tensor] = []
 
-    def watch(plan: CanvasPlan, _: ContiguousCache) -> None:
+    def watch(plan: CanvasPlan, cache: ContiguousCache) -> None:
         kinds.append({"draft": "D", "judge": "V", "store": "S"}[plain.phase])
         if plain.phase == "judge":
             positions.append(plain.judged_positions)
+            if "tensors" in case and not first_logits:
+                with torch.inference_mode():
+                    first_logits.extend(forward_canvas(model, cache, plan.queries, torch.device("cpu")))
 
     run_planned(model, plain, prefix=prefix_rows(request), watch=watch)
     answer = expected["tokens"][len(request.prompt) :]
@@ -94,8 +98,8 @@ def check_verified(folder: Path, case: dict[str, Any]) -> None:
     (output,) = [step.output for step in iter_steps(engine) if step.output is not None]
     assert list(output.tokens) == found_tokens
     assert output.counts.num_forwards == len(kinds)
-    if tensors := case.get("tensors"):
-        check_verifier(folder, case, model, tensors)
+    if "tensors" in case:
+        check_verifier(folder, case, torch.cat(first_logits), request.decoding)
 
 
 def iter_steps(engine: Engine) -> Any:
@@ -103,27 +107,14 @@ def iter_steps(engine: Engine) -> Any:
         yield from engine.step()
 
 
-def check_verifier(folder: Path, case: dict[str, Any], model: Decoder, tensors: list[str]) -> None:
+def check_verifier(folder: Path, case: dict[str, Any], logits: Tensor, decoding: DecodingConfig) -> None:
     """The logits of the first verification, from its own rows behind the prefix of a plain run."""
-    stored = load_file(folder / "logits.safetensors")
-    _, request = request_of(folder, case)
-    decoder = decoder_of(model, request, case["inputs"])
-    logits: list[Tensor] = []
-    device = torch.device("cpu")
-
-    def watch(plan: CanvasPlan, cache: ContiguousCache) -> None:
-        if decoder.phase == "judge" and not logits:
-            queries = [*plan.queries[:-1], plan.queries[-1]]
-            with torch.inference_mode():
-                logits.append(torch.cat(forward_canvas(model, cache, queries, device)))
-
-    run_planned(model, decoder, prefix=prefix_rows(request), watch=watch)
     first = case["expected"]["verifications"][0]["positions"]
-    reference = stored[case["name"]].float()
+    reference = load_file(folder / "logits.safetensors")[case["name"]].float()
     reference = reference[0] if reference.ndim == 3 else reference
-    start = first[0] // request.decoding.block_size * request.decoding.block_size
-    at = torch.tensor(first) - start - int(request.decoding.carry)
-    torch.testing.assert_close(logits[0], reference[at], atol=1e-3, rtol=0)
+    start = first[0] // decoding.block_size * decoding.block_size
+    at = torch.tensor(first) - start - int(decoding.carry)
+    torch.testing.assert_close(logits, reference[at], atol=1e-3, rtol=0)
 
 
 def request_of(folder: Path, case: dict[str, Any]) -> tuple[Decoder, Request]:

@@ -37,7 +37,7 @@ SHIFTED_VERIFY: dict[str, dict[str, Any]] = {
 SHIFTED: dict[str, dict[str, Any]] = {  # models that attend in blocks, whose logits predict the next position
     "carry": {"tau_m2t": 0.4, "sub_block": 2, "carry": True},
     "multi carry": {"buffer_size": 3, "tau_m2t": 0.4, "sub_block": 2, "carry": True},
-    "entropy carry": {"buffer_size": 2, "entropy": EntropyBound(gamma=4.0), "carry": True},
+    "entropy carry": {"buffer_size": 2, "entropy": EntropyBound(gamma=4.0, rule="jetengine"), "carry": True},
 }
 EDITS: dict[str, dict[str, Any]] = {
     "edit": {"tau_m2t": 0.3, "edit": Levenshtein(steps=B, max_post_steps=5)},
