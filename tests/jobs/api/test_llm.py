@@ -34,15 +34,20 @@ def llm() -> Iterator[LLM]:
         yield llm
 
 
-def endpoint_texts(folder: Path, route: str, **fields: Any) -> list[str]:
-    """The texts of the choices that the endpoint's server gives."""
+def endpoint_texts(folder: Path, *asked: tuple[str, dict[str, Any]]) -> list[list[str]]:
+    """For each request (route, fields) the texts of the choices that one server of the endpoint gives, in turn."""
     server: LocalServer = server_of(folder)
 
-    async def ask() -> list[str]:
-        body = json.dumps({"model": server.service.args.name, **fields}).encode()
-        reply = await (await getattr(server, route)(body)).whole()
+    async def ask() -> list[list[str]]:
+        texts = []
+        for route, fields in asked:
+            body = json.dumps({"model": server.service.args.name, **fields}).encode()
+            reply = await (await getattr(server, route)(body)).whole()
+            texts.append(
+                [c["text"] if route == "complete" else c["message"]["content"] or "" for c in reply["choices"]]
+            )
         await server.stop()
-        return [c["text"] if route == "complete" else c["message"]["content"] or "" for c in reply["choices"]]
+        return texts
 
     return asyncio.run(ask())
 
@@ -51,14 +56,21 @@ def test_the_answers_are_those_of_the_endpoint(tiny_model_dir: Path) -> None:
     drawn = {"temperature": 1.0, "top_k": 20, "seed": 5, "max_tokens": 12}
     turns = [{"role": "user", "content": QUESTION}]
     decoding = {"buffer_size": 2, "tau_m2t": 0.3}
+    asked: list[dict[str, Any]] = [
+        SHORT,
+        drawn,
+        {"regex": "[a-c]{2,4}", "max_tokens": 8},
+        {"stop": "a", "max_tokens": 30},
+    ]
+    fields = [{{"regex": "guided_regex"}.get(name, name): value for name, value in each.items()} for each in asked]
+    chats = [("chat", {"messages": turns, "n": 3, "decoding": decoding, **each}) for each in fields]
+    completions = [("complete", {"prompt": ["a b", "c"], "decoding": decoding, **each}) for each in fields]
+    texts = endpoint_texts(tiny_model_dir, *chats, *completions)
     with LLM(tiny_model_dir, **decoding) as llm:
-        for asked in (SHORT, drawn, {"regex": "[a-c]{2,4}", "max_tokens": 8}, {"stop": "a", "max_tokens": 30}):
-            fields = {{"regex": "guided_regex"}.get(name, name): value for name, value in asked.items()}
-            texts = endpoint_texts(tiny_model_dir, "chat", messages=turns, n=3, decoding=decoding, **fields)
-            assert [a.text for a in llm.chat(QUESTION, n=3, **asked)] == texts
-            assert llm.chat(turns, **asked).text == texts[0]
-            texts = endpoint_texts(tiny_model_dir, "complete", prompt=["a b", "c"], decoding=decoding, **fields)
-            assert [a.text for a in llm.generate(["a b", "c"], **asked)] == texts
+        for each, chat, completion in zip(asked, texts[: len(asked)], texts[len(asked) :], strict=True):
+            assert [a.text for a in llm.chat(QUESTION, n=3, **each)] == chat
+            assert llm.chat(turns, **each).text == chat[0]
+            assert [a.text for a in llm.generate(["a b", "c"], **each)] == completion
 
 
 def test_an_answer_says_what_it_took(llm: LLM) -> None:

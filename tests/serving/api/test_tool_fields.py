@@ -148,42 +148,45 @@ def said(*calls: dict[str, Any]) -> dict[str, Any]:
     return {"role": "assistant", "content": None, "tool_calls": list(calls)}
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "reason"),
-    [
-        ({"tools": [tool("a b")]}, "tools.0.function.name", "pattern"),
-        ({"tools": [{"type": "custom", "custom": {"name": "a"}}]}, "tools.0.type", "function"),
-        ({"tools": [tool("a"), tool("a")]}, "tools", "two functions are called a"),
-        ({"tools": [tool("a", parameters={"type": "string"})]}, "tools.0.function.parameters", '"type": "object"'),
-        ({"tools": [tool("a", parameters={"not": {}})]}, "tools", "Unimplemented keys"),
-        ({"tools": [tool("a", x=1)]}, "tools.0.function.x", "unknown field"),
-        ({"tools": TOOLS, "tool_choice": "required", "max_tokens": 5}, "tools", "no answer of at most 5 tokens"),
-        ({"tools": TOOLS, "guided_json": CITY, "max_tokens": 5}, "tools", "calls a tool or fits the JSON schema;"),
-        ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", '"required"'),
-        (
-            {"tools": TOOLS, "tool_choice": tool("other")},
-            "tool_choice",
-            "other is not among the tools: weather, order, now",
-        ),
-        ({"tool_choice": "required"}, "tool_choice", "no tools are given"),
-        ({"tools": TOOLS, "stop": "x"}, "stop", "would cut an answer that tools holds to its form"),
-        ({"tools": TOOLS, "guided_regex": "x"}, "guided_regex", "tools hold the answer to their form"),
-        ({"tools": TOOLS, "guided_json": "{"}, "guided_json", "tools hold the answer to their form"),
-        ({"tools": TOOLS, "guided_json": {"not": {}}}, "tools", "the JSON schema of the text cannot be honoured"),
-        ({"tools": TOOLS, "decoding": {"t2t": {}}}, "tools", "t2t changes tokens"),
-        ({"messages": [{"role": "tool", "content": "5"}]}, "messages.0.tool_call_id", "id of the call"),
-        ({"messages": [{"role": "tool", "content": "5", "tool_call_id": "a"}]}, "messages.0.tool_call_id", "no open"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages.0.tool_calls.0.id", "required"),
-        ({"messages": [{"role": "user", "tool_calls": []}]}, "messages.0.content", "needs a string"),
-        ({"messages": [said(call("a", '{"a":' + "[" * 200_000 + "]" * 200_000 + "}"))]}, ARGUMENTS, "a JSON object"),
-        ({"messages": [said(call("a", '{"a":"\\ud800"}'))]}, ARGUMENTS, "a JSON object"),
-        ({"messages": [said(call("a", "{}"), call("a", "{}"))]}, "messages.0.tool_calls", "two calls have the id a"),
-    ],
-)
-def test_what_cannot_be_honoured_is_refused_by_name(
-    plain: Path, fields: dict[str, Any], param: str, reason: str
-) -> None:
-    [error] = asked_of(plain, ("chat", fields))
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"tools": [tool("a b")]}, "tools.0.function.name", "pattern"),
+    ({"tools": [{"type": "custom", "custom": {"name": "a"}}]}, "tools.0.type", "function"),
+    ({"tools": [tool("a"), tool("a")]}, "tools", "two functions are called a"),
+    ({"tools": [tool("a", parameters={"type": "string"})]}, "tools.0.function.parameters", '"type": "object"'),
+    ({"tools": [tool("a", parameters={"not": {}})]}, "tools", "Unimplemented keys"),
+    ({"tools": [tool("a", x=1)]}, "tools.0.function.x", "unknown field"),
+    ({"tools": TOOLS, "tool_choice": "required", "max_tokens": 5}, "tools", "no answer of at most 5 tokens"),
+    ({"tools": TOOLS, "guided_json": CITY, "max_tokens": 5}, "tools", "calls a tool or fits the JSON schema;"),
+    ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", '"required"'),
+    (
+        {"tools": TOOLS, "tool_choice": tool("other")},
+        "tool_choice",
+        "other is not among the tools: weather, order, now",
+    ),
+    ({"tool_choice": "required"}, "tool_choice", "no tools are given"),
+    ({"tools": TOOLS, "stop": "x"}, "stop", "would cut an answer that tools holds to its form"),
+    ({"tools": TOOLS, "guided_regex": "x"}, "guided_regex", "tools hold the answer to their form"),
+    ({"tools": TOOLS, "guided_json": "{"}, "guided_json", "tools hold the answer to their form"),
+    ({"tools": TOOLS, "guided_json": {"not": {}}}, "tools", "the JSON schema of the text cannot be honoured"),
+    ({"tools": TOOLS, "decoding": {"t2t": {}}}, "tools", "t2t changes tokens"),
+    ({"messages": [{"role": "tool", "content": "5"}]}, "messages.0.tool_call_id", "id of the call"),
+    ({"messages": [{"role": "tool", "content": "5", "tool_call_id": "a"}]}, "messages.0.tool_call_id", "no open"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages.0.tool_calls.0.id", "required"),
+    ({"messages": [{"role": "user", "tool_calls": []}]}, "messages.0.content", "needs a string"),
+    ({"messages": [said(call("a", '{"a":' + "[" * 200_000 + "]" * 200_000 + "}"))]}, ARGUMENTS, "a JSON object"),
+    ({"messages": [said(call("a", '{"a":"\\ud800"}'))]}, ARGUMENTS, "a JSON object"),
+    ({"messages": [said(call("a", "{}"), call("a", "{}"))]}, "messages.0.tool_calls", "two calls have the id a"),
+]
+
+
+@pytest.fixture(scope="module")
+def refusals(plain: Path) -> list[Any]:
+    return asked_of(plain, *(("chat", fields) for fields, _, _ in REFUSED))
+
+
+@pytest.mark.parametrize("place", range(len(REFUSED)), ids=[f"{param}: {reason}" for _, param, reason in REFUSED])
+def test_what_cannot_be_honoured_is_refused_by_name(refusals: list[Any], place: int) -> None:
+    error, (_, param, reason) = refusals[place], REFUSED[place]
     assert isinstance(error, ApiError), error
     assert (error.status, error.param) == (400, param), error.message
     assert reason in error.message
