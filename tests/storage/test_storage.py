@@ -104,7 +104,7 @@ def test_an_upload_that_is_cut_off_is_no_folder_and_can_be_repeated(
         with pytest.raises(OSError, match="the network"):
             write(folder, {"a.txt": "new", "b.txt": "new"}, overwrite=True)
     assert MANIFEST not in names(folder) and UNFINISHED in names(folder)
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="was not written to its end"):
         folder.fetch(tmp_path / "cache")
     with pytest.raises(ValueError, match="give another folder, or --overwrite"):
         folder.check_target("model")
@@ -122,9 +122,9 @@ def test_what_could_not_be_uploaded_is_kept_where_it_is_asked_for(tmp_path: Path
             paths.append(claim_folder(path, "sweep", ["a.txt"]))
             put(folder, "b.txt", "somebody was faster")
 
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="was not written by this project"):
         write_while_another_does()
-    assert names(folder) == ["b.txt"]
+    assert (names(folder), folder.read_text("b.txt")) == (["b.txt"], "somebody was faster")
     assert paths[0].exists() == keep
     shutil.rmtree(paths[0].parent, ignore_errors=True)
 
@@ -144,7 +144,7 @@ def test_a_mirrored_folder_fills_file_by_file_and_begins_with_what_is_there(base
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     put(folder, "notes.txt", "somebody else's")
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="was not written to its end"):
         folder.fetch(tmp_path / "cache")
     with folder.mirrored("sweep", files) as mirror:
         assert (mirror.path / "samples" / "part-1.txt").read_text() == "1"
@@ -159,12 +159,11 @@ def test_a_mirrored_folder_fills_file_by_file_and_begins_with_what_is_there(base
         assert MANIFEST in names(folder), "nothing was written"
     with pytest.raises(ValueError, match="not a model"), folder.mirrored("model", files):
         pass
-    put(Folder.at(f"{base}/foreign"), "a.txt", "mine")
-    with (
-        pytest.raises(ValueError),
-        Folder.at(f"{base}/foreign").mirrored("sweep", files),
-    ):
+    foreign = Folder.at(f"{base}/foreign")
+    put(foreign, "a.txt", "mine")
+    with pytest.raises(ValueError, match="was not written by this project"), foreign.mirrored("sweep", files):
         pass
+    assert (names(foreign), foreign.read_text("a.txt")) == (["a.txt"], "mine")
 
 
 def test_a_mirrored_folder_that_was_killed_before_its_first_file_is_gone_on_with(base: str) -> None:
@@ -203,10 +202,11 @@ def test_a_name_that_leads_out_of_the_folder_is_refused(tmp_path: Path) -> None:
     folder = Folder.at(f"memory://{tmp_path.name}/tiny")
     MemoryFileSystem.store[f"/{tmp_path.name}/tiny/../../escaped"] = MemoryFileSystem().open("/x", "wb")
     try:
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match=r"escaped would be written outside of its folder$"):
             folder.fetch(tmp_path / "cache")
     finally:
         del MemoryFileSystem.store[f"/{tmp_path.name}/tiny/../../escaped"]
+    assert [p for p in tmp_path.rglob("*") if p.is_file() and p.suffix != ".lock"] == []
 
 
 def in_the_way(path: Path) -> str:
