@@ -237,7 +237,11 @@ sys.exit(convert_checkpoint.main(sys.argv[1:]))
 
 @pytest.mark.parametrize(
     ("number", "to"),
-    [(signal.SIGINT, "hf"), (signal.SIGTERM, "dcp"), pytest.param(signal.SIGHUP, "hf", marks=pytest.mark.slow)],
+    [
+        (signal.SIGINT, "hf"),
+        pytest.param(signal.SIGTERM, "dcp", marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, "hf", marks=pytest.mark.slow),
+    ],
 )
 def test_a_stopped_conversion_leaves_nothing(tmp_path: Path, number: signal.Signals, to: str) -> None:
     start, target = write_model(tmp_path / "start", SDAR), tmp_path / "out"
