@@ -186,8 +186,10 @@ def test_a_folder_that_cannot_be_written_is_one_sentence_before_a_cluster_starts
     (tmp_path / "file").write_text("")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     (tmp_path / "sweep-with-a-file" / "samples").mkdir(parents=True)
-    (tmp_path / "sweep-with-a-file" / "samples" / "part-00000.parquet").write_text("precious")
+    theirs = tmp_path / "sweep-with-a-file" / "samples" / "part-00000.parquet"
+    theirs.write_text("precious")
     assert main(command(tiny_model_dir, tmp_path / place)) == 2
+    assert theirs.read_text() == "precious"
     error = capsys.readouterr().err
     assert len(error.splitlines()) == 1
     assert "cannot be written" in error or "exists already" in error

@@ -22,7 +22,8 @@ def test_a_folder_of_the_user_s_is_refused_before_anything_starts(
     (tmp_path / name / "notes.txt").write_text("precious")
     assert demo.main(["--out", str(tmp_path)]) == 2
     assert f"{tmp_path / name} exists already and was not written by this project" in capsys.readouterr().err
-    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.txt")] == [f"{name}/notes.txt"]
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / name / "notes.txt"]
+    assert (tmp_path / name / "notes.txt").read_text() == "precious"
 
 
 def report_rows() -> list[dict[str, Any]]:

@@ -1,5 +1,6 @@
 """Arrivals on a virtual clock: nothing is lost, the same seed gives the same times, turns find what they stored."""
 
+import functools
 import random
 from dataclasses import replace
 from typing import Any
@@ -28,9 +29,13 @@ DECODING = DecodingConfig(block_size=32, buffer_size=2)
 PLACE = place_of(Deployment())
 
 
+mini = functools.cache(lambda: weightless(MINI))
+rate_of = functools.cache(lambda length: rate_for(6.19, DECODING, length=length))
+
+
 def simulate(traffic: Traffic, *, replicas: int = 1, routing: Routing = "prefix", **changes: Any) -> Served:
     sizes = {"max_rows": 16, "buffer_size": 2, "num_pages": 2000, "static_shapes": True, "overlap": True}
-    model, rate = weightless(MINI), rate_for(6.19, DECODING, length=traffic.output)
+    model, rate = mini(), rate_of(traffic.output)
     page_seconds = changes.pop("page_seconds", 0.0)
     engines = [
         SimulatedEngine(
@@ -51,8 +56,8 @@ def simulate(traffic: Traffic, *, replicas: int = 1, routing: Routing = "prefix"
 
 
 def test_every_request_is_served_and_waits_at_least_its_own_steps() -> None:
-    served = simulate(Traffic(rate=40, sessions=120, prompt=600), replicas=3)
-    assert len(served.turns) == 120 and {t.session.number for t in served.turns} == {*range(120)}
+    served = simulate(Traffic(rate=40, sessions=100, prompt=600), replicas=3)
+    assert len(served.turns) == 100 and {t.session.number for t in served.turns} == {*range(100)}
     for turn in served.turns:
         assert turn.due < turn.first_token <= turn.end
         assert turn.tokens == turn.request.max_tokens

@@ -137,6 +137,7 @@ def test_timed_cases_are_missing_until_they_are_written_and_the_report_waits_for
     check_sweep_folder(out, record)
     with pytest.raises(ValueError, match="case-00009"):
         check_sweep_folder(out, record, overwrite=True)
+    assert (out / "times" / "case-00009.parquet").read_text() == "precious"
 
 
 def test_other_timing_is_the_same_sweep_whose_times_stay(tmp_path: Path) -> None:
