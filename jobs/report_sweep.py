@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 KIND = "sweep report"
 Folders = Annotated[
-    tuple[Path, ...], Flag("--out folders of sweeps or of their shards.", DATA, positional=True, metavar="DIR...")
+    tuple[Path, ...], Flag("Folders that sweeps or their shards wrote, their --out.", DATA, positional=True, metavar="DIR...")
 ]
 
 
@@ -81,7 +81,7 @@ def best(
 
 
 def front(
-    sweep: Annotated[Path, Flag("--out folder of a sweep.", DATA, positional=True, metavar="DIR")],
+    sweep: Annotated[Path, Flag("The folder that a sweep wrote, its --out.", DATA, positional=True, metavar="DIR")],
     folder: Annotated[str, Flag("The model folder that gets the front.", OUTPUT, metavar="DIR")],
     model: Annotated[str | None, Flag("The model's name in the sweep.", MODEL, default="its only one")] = None,
     tasks: Annotated[tuple[str, ...], Flag("Tasks whose mean counts.", DATA, default="all", commas=True)] = (),

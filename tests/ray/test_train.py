@@ -139,7 +139,7 @@ class HeldCheckpoint:
     def release(self) -> None:
         """Let a write that still waits fail, and a later start write a plain file."""
         os.close(os.open(self.pipe, os.O_RDONLY | os.O_NONBLOCK))
-        self.pipe.unlink()
+        self.pipe.unlink(missing_ok=True)  # a resumption may have removed it with its folder
 
 
 def wait_until(reached: Callable[[], bool]) -> None:
@@ -251,12 +251,12 @@ def test_a_model_of_an_earlier_run_is_replaced_only_on_demand(undisturbed, tiny_
 def failing_job(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], storage: Path, *, stage: str, error: Exception
 ) -> str:
-    """The one line on stderr of a job whose `connect` or `fit` fails."""
+    """The one line on stderr of a job, on the tests' cluster, whose `connect` or `fit` fails."""
 
     def fail(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr(local, "connect", fail if stage == "connect" else lambda **_: True)
+    monkeypatch.setattr(local, "connect", fail if stage == "connect" else lambda **_: False)
     monkeypatch.setattr(training, "plan_run", lambda run, start: run)
     monkeypatch.setattr(training, "fit", fail)
     assert train_multitf.main(["--recipe", "tiny-mbd", "--steps", "1", "--storage", str(storage)]) == 1
@@ -265,6 +265,7 @@ def failing_job(
     return printed
 
 
+@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
@@ -290,6 +291,7 @@ def test_a_training_that_fails_is_one_sentence_and_its_traceback_a_file(
     assert str(error) in traceback
 
 
+@pytest.mark.usefixtures("ray_cluster")
 def test_a_run_that_diverged_is_one_sentence_that_asks_for_no_resumption(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
