@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 KIND = "sweep report"
 Folders = Annotated[
-    tuple[Path, ...], Flag("Folders that sweeps or their shards wrote, their --out.", DATA, positional=True, metavar="DIR...")
+    tuple[Path, ...],
+    Flag("Folders that sweeps or their shards wrote, their --out.", DATA, positional=True, metavar="DIR..."),
 ]
 
 
