@@ -12,7 +12,7 @@ import pytest
 from warm_python import WarmPython
 
 
-def run_interpreted(script: str, *folders: Path, seconds: float = 120) -> None:
+def run_interpreted(script: str, *folders: Path, seconds: float = 600) -> None:
     """Run `script`, which ends by printing "all held"; skips where Triton is not installed.
 
     The script can import from `tests/support` and from `folders`.
